@@ -15,12 +15,16 @@ Environment:
     NCCLEP_CUDA_ARCHITECTURES    GPU architectures, separated by spaces: 90 is machine code for
                                  sm_90, 90+PTX also has PTX, which drivers compile for newer GPUs
                                  (default: 90+PTX, and 100 if the toolkit is 12.8 or newer)
+    NCCL_HOME                    a folder whose include/ has the headers of NCCL 2.30.7 or newer
+                                 (default: those of a wheel of NCCL in this environment); without
+                                 them there are no kernels over a network
 """
 
 import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,6 +38,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 EXTENSION = "megatron_ncclep._C"
 LIBRARY = "megatron_ncclep.libncclep"
+NCCL_VERSION = (2, 30, 7)  # of the headers, at least: what is compiled with them needs no older one
 
 
 def cuda_home():
@@ -60,6 +65,26 @@ def toolkit_version(home):
         [home / "bin" / "nvcc", "--version"], check=True, text=True, capture_output=True
     ).stdout
     return tuple(map(int, re.search(r"release (\d+)\.(\d+)", told).groups()))
+
+
+def nccl_headers():
+    """The folder of NCCL's headers and their version; (None, "") if none are new enough."""
+    # A build that pip isolates does not import from this environment, but knows where it is.
+    wheel = Path(sysconfig.get_path("purelib"), "nvidia/nccl")
+    include = Path(os.environ.get("NCCL_HOME") or wheel) / "include"
+    found = "no nccl_device.h"
+    if (include / "nccl_device.h").is_file():
+        text = (include / "nccl.h").read_text()
+        version = tuple(
+            int(re.search(rf"define NCCL_{part} +(\d+)", text)[1])
+            for part in ("MAJOR", "MINOR", "PATCH")
+        )
+        if version >= NCCL_VERSION:
+            return include, "{}.{}.{}".format(*version)
+        found = "NCCL {}.{}.{}".format(*version)
+    wanted = "{}.{}.{}".format(*NCCL_VERSION)
+    print(f"{include} has {found}: without NCCL {wanted} (NCCL_HOME), no kernels over a network")
+    return None, ""
 
 
 def targets(version):
@@ -93,8 +118,11 @@ class BuildExtension(build_ext):
         version = toolkit_version(home)
         options, names = targets(version)
         dotted, names = "{}.{}".format(*version), " ".join(names)
+        include, nccl = nccl_headers()
+        if include is not None:
+            options += ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
         library, extension = self.extensions
-        if self.is_built(library, extension, f"CUDA {dotted} for {names}"):
+        if self.is_built(library, extension, f"CUDA {dotted} for {names} with NCCL {nccl}"):
             return
         # The largest first: they take longest, and if they came last a core would be idle.
         kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
@@ -104,6 +132,7 @@ class BuildExtension(build_ext):
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
                 ("NCCLEP_ARCHITECTURES", f'"{names}"'),
+                ("NCCLEP_NCCL_VERSION", f'"{nccl}"'),
             ]
             ext.include_dirs += [str(SOURCES), str(home / "include")]
             # Toolkits from pip have their libraries in lib/.
@@ -124,7 +153,7 @@ class BuildExtension(build_ext):
         if not all(path.exists() for path in files):
             self.force = True  # objects of an earlier build may be gone
             return False
-        # The file contains its toolkit and architectures; see kBuiltWith in
+        # The file contains its toolkit, architectures and NCCL; see kBuiltWith in
         # csrc/bindings/module.cpp.
         self.force = self.force or f"{built_with}\0".encode() not in files[1].read_bytes()
         sources = library.sources + extension.sources + extension.depends

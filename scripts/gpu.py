@@ -47,6 +47,7 @@ class Step:
         ranks: sizes of its pools; contract cases run with each of them.
         tests: paths, and more arguments.
         hosts: the number of hosts that the ranks appear to be on.
+        network: what kernels' puts between hosts go over (pytest --network); empty: nothing.
         mps: ranks that share a GPU run at the same time.  Not where ranks are killed: under MPS
             that harms the others.
         alone: no other step uses the GPU meanwhile, because the tests measure its memory.
@@ -56,6 +57,7 @@ class Step:
     ranks: tuple[int, ...]
     tests: str
     hosts: int = 1
+    network: str = ""
     mps: bool = True
     alone: bool = False
 
@@ -72,6 +74,7 @@ class Step:
         options = ["--backend", "nccl", "--engine", self.engine, "--hosts", str(self.hosts)]
         for number in self.ranks:
             options += ["--ranks", str(number)]
+        options += ["--network", self.network] if self.network else []
         run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         return [*run, f"--junitxml={report}", *self.tests.split(), *options]
 
@@ -103,6 +106,11 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py", alone=True),
         Step("native", (2,), "tests/gpu/test_large_offsets.py", alone=True),
         Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
+    ],
+    "network": [
+        Step("native", (2,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
+        Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
+        Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=4, network="loop"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),

@@ -19,6 +19,7 @@ from left_out import (  # noqa: F401  (hooks of pytest)
     pytest_testnodedown,
 )
 from megatron_versions import INSTALLED, put_first
+from network.option import add_network_option, use_network
 from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
 from patience import PatientPool
@@ -38,6 +39,7 @@ MARKERS = """
 needs_ranks(n): left out when the largest --ranks is less
 needs_caps(test=...): left out for an engine whose EngineCaps fail the test
 cpu_only: left out on GPUs; a comment says why
+needs_network: left out without --network
 needs_gib(gib): GPU memory of each rank; left out where ranks have less, and listed
 supports(option, ..., compared=...): options that the test shows to work, and what it compares, \
 for docs/support.md (scripts/support.py)
@@ -65,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="with --backend nccl: as how many hosts the largest --ranks appear (default: 1)",
     )
+    add_network_option(add)
     add(
         "--engine",
         action="append",
@@ -105,6 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # TransformerEngine multiplies fp32 as TF32, in which a difference of one rounding of fp32
         # becomes one of 2^-11: two trainings then part after some steps.
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    use_network(config.getoption("--network"), hosts)
     if hosts > 1:
         os.environ[LOCAL_RANKS] = str(chosen_ranks(config)[-1] // hosts)
 
@@ -184,6 +188,7 @@ def reason_to_leave_out(config: pytest.Config, item: pytest.Function) -> str | N
         )
         or any(release < Version(since.args[0]) for since in item.iter_markers("since"))
         or (on_gpus and mark("cpu_only") is not None)
+        or (mark("needs_network") is not None and not config.getoption("--network"))
         # On GPUs all tests are about Megatron as it is there.
         or (release != Version(INSTALLED) and mark("each_release") is None and not on_gpus)
     ):

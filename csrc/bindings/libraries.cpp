@@ -11,8 +11,10 @@
 #include "host/exchange.h"
 #include "nccl/nccl.h"
 #include "nccl/window.h"
+#include "nccl/window_of_2_28.h"
 #include "nccl_ep/low_latency.h"
 #include "nccl_ep/nccl_ep.h"
+#include "network/rails.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -86,17 +88,34 @@ void bind_nccl(py::module_& module) {
       .def("close", &Communicator::close, Unlocked())
       .def("abort", &Communicator::abort, Unlocked());
   py::class_<Window, std::shared_ptr<Window>>(module, "Window")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, std::size_t num_bytes) {
-             auto window = std::make_shared<Window>(std::move(communicator), num_bytes);
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::size_t num_bytes,
+                       bool over_network) {
+             const Reach reach = over_network ? Reach::kNetwork : Reach::kDomain;
+             auto window = std::make_shared<Window>(std::move(communicator), num_bytes, reach);
              window->open();
              return window;
            }),
-           "communicator"_a.none(false), "num_bytes"_a, Unlocked())
+           "communicator"_a.none(false), "num_bytes"_a, "over_network"_a = false, Unlocked())
       .def_property_readonly("num_bytes", &Window::num_bytes)
       .def_property_readonly("address",
                              [](const Window& window) { return number(window.address()); })
       .def_property_readonly("peers", [](const Window& window) { return numbers(window.peers()); })
       .def("close", &Window::close, Unlocked());
+  using network::Rails;
+  py::class_<Rails, std::shared_ptr<Rails>>(module, "Rails")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, double timeout_s) {
+             return std::make_shared<Rails>(std::move(communicator), timeout_s, raise_signals);
+           }),
+           "communicator"_a.none(false), "timeout_s"_a, Unlocked())
+      .def_property_readonly("num_domains", &Rails::num_domains)
+      .def_property_readonly("transport", &Rails::transport)
+      .def(
+          "probe",
+          [](Rails& rails, const std::shared_ptr<Window>& window, double timeout_s) {
+            rails.probe(*window, timeout_s);
+          },
+          "window"_a.none(false), "timeout_s"_a, Unlocked())
+      .def("close", &Rails::close, Unlocked());
   // Parses the head of the struct that NCCL keeps for a window: needs neither a window nor a GPU.
   module.def(
       "window_peers",

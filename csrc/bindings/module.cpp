@@ -8,11 +8,14 @@ namespace {
 
 // One string, because setup.py searches the binary for it: a compiler may embed a string as short
 // as "13.0" in its instructions.
-[[gnu::used]] const char kBuiltWith[] = "CUDA " NCCLEP_CUDA_VERSION " for " NCCLEP_ARCHITECTURES;
+[[gnu::used]] const char kBuiltWith[] =
+    "CUDA " NCCLEP_CUDA_VERSION " for " NCCLEP_ARCHITECTURES " with NCCL " NCCLEP_NCCL_VERSION;
 
 py::dict build_info() {
   py::dict info;
   info["cuda"] = NCCLEP_CUDA_VERSION;
+  // Whose device headers the kernels over a network were compiled with; empty: there are none.
+  info["nccl"] = NCCLEP_NCCL_VERSION;
   info["architectures"] = py::str(NCCLEP_ARCHITECTURES).attr("split")(" ");
   return info;
 }

@@ -27,6 +27,12 @@ class SharedLibrary {
     ensure(function != nullptr, path_, " has no ", name, ": its version is too old or too new");
   }
 
+  // The same, but null when there is none.
+  template <typename Function>
+  void find_if_any(const char* name, Function*& function) const {
+    function = reinterpret_cast<Function*>(dlsym(handle_, name));
+  }
+
  private:
   std::string path_;
   void* handle_;

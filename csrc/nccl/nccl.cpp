@@ -2,14 +2,11 @@
 
 #include <cuda_runtime.h>
 
-#include <cmath>
-#include <exception>
-#include <mutex>
-#include <thread>
 #include <utility>
 
 #include "common/cuda.h"
 #include "common/pause.h"
+#include "nccl/made_in_time.h"
 
 namespace ncclep {
 
@@ -27,6 +24,10 @@ Nccl::Nccl(const std::string& path) : library_(path) {
   library_.find("ncclCommWindowDeregister", window_deregister);
   library_.find("ncclGetErrorString", get_error_string);
   library_.find("ncclGetLastError", get_last_error);
+  library_.find_if_any("ncclGetPeerDevicePointer", get_peer_pointer);
+  library_.find_if_any("ncclCommQueryProperties", query_properties);
+  library_.find_if_any("ncclDevCommCreate", device_comm_create);
+  library_.find_if_any("ncclDevCommDestroy", device_comm_destroy);
 }
 
 int Nccl::version() const {
@@ -54,56 +55,28 @@ void Nccl::check(NcclResult result, const char* call) const {
 }
 
 Communicator::Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks,
-                           int rank)
-    : nccl_(std::move(nccl)), num_ranks_(num_ranks), rank_(rank) {
+                           int rank, int device)
+    : nccl_(std::move(nccl)), num_ranks_(num_ranks), rank_(rank), device_(device) {
   require(0 <= rank && rank < num_ranks, "rank ", rank, " of ", num_ranks);
   nccl_->check(nccl_->comm_init_rank(&comm_, num_ranks, id, rank), "ncclCommInitRank");
-  lsa_size_ = nccl_->team_lsa(comm_).num_ranks;
+  lsa_ = nccl_->team_lsa(comm_);
 }
 
 std::shared_ptr<Communicator> Communicator::connect(std::shared_ptr<Nccl> nccl,
                                                     const NcclUniqueId& id, int num_ranks, int rank,
                                                     int device, double timeout_s,
                                                     const std::function<void()>& poll) {
-  require(timeout_s > 0 && std::isfinite(timeout_s), "a deadline of ", timeout_s,
-          " s: it must be positive");
-  // Shared with the thread, which may outlive this call.
-  struct Made {
-    std::mutex mutex;
-    std::shared_ptr<Communicator> communicator;
-    std::exception_ptr error;
-    bool is_over = false;
-  };
-  const auto made = std::make_shared<Made>();
   // Without a device NCCL reports the error.
   if (device == -1 && cudaGetDevice(&device) != cudaSuccess) device = -1;
-  std::thread([=] {
-    std::shared_ptr<Communicator> communicator;
-    std::exception_ptr error;
-    try {
-      // Each thread has its own current device.
-      if (device != -1) cuda_check(cudaSetDevice(device), "cudaSetDevice");
-      communicator = std::make_shared<Communicator>(nccl, id, num_ranks, rank);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    const std::lock_guard lock(made->mutex);
-    made->communicator = std::move(communicator);
-    made->error = error;
-    made->is_over = true;
-  }).detach();
-  const auto is_over = [&](double waited) {
-    const std::lock_guard lock(made->mutex);
-    if (!made->is_over && waited > timeout_s) {
-      throw PeerError(join_text(
-          "no communicator over the ", num_ranks, " ranks of the expert-parallel group within ",
-          timeout_s, " s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO"));
-    }
-    return made->is_over;
+  const auto made = std::make_shared<std::shared_ptr<Communicator>>();
+  const auto make = [=] {
+    *made = std::make_shared<Communicator>(nccl, id, num_ranks, rank, device);
   };
-  wait_until(is_over, poll);
-  if (made->error) std::rethrow_exception(made->error);
-  return made->communicator;
+  const std::string late = join_text(
+      "no communicator over the ", num_ranks, " ranks of the expert-parallel group within ",
+      timeout_s, " s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO");
+  made_in_time(make, late, device, timeout_s, poll);
+  return *made;
 }
 
 void Communicator::all_gather(const void* mine, std::size_t num_bytes, void* all, const char* what,

@@ -13,7 +13,8 @@
 
 namespace ncclep {
 
-// The part of NCCL's documented C interface that is used here (NCCL 2.28 and later).
+// The part of NCCL's documented C interface that is used here (NCCL 2.28 and later), for which no
+// headers of NCCL's are needed; those of its device functions are network/gin.cu's alone.
 struct NcclUniqueId {
   char bytes[128];
 };
@@ -60,6 +61,12 @@ class Nccl {
   NcclResult (*window_deregister)(NcclComm, NcclWindow);
   const char* (*get_error_string)(NcclResult);
   const char* (*get_last_error)(NcclComm);
+  // Since NCCL 2.29; null before.
+  NcclResult (*get_peer_pointer)(NcclWindow, std::size_t, int, void**);
+  // Since NCCL 2.29, null before; the structs are those of its headers.
+  NcclResult (*query_properties)(NcclComm, void*);
+  NcclResult (*device_comm_create)(NcclComm, const void*, void*);
+  NcclResult (*device_comm_destroy)(NcclComm, const void*);
 
  private:
   SharedLibrary library_;
@@ -71,7 +78,8 @@ class Nccl {
 // ends: garbage collection is not collective.
 class Communicator {
  public:
-  Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks, int rank);
+  Communicator(std::shared_ptr<Nccl> nccl, const NcclUniqueId& id, int num_ranks, int rank,
+               int device);
   // The same on `device`, or on the current one if that is -1, and with a deadline, which NCCL's
   // own wait for the other ranks lacks, so a thread does the waiting.  `poll` is called now and
   // then, and may throw.  Throws PeerError when not all ranks have come in time; the thread then
@@ -92,11 +100,16 @@ class Communicator {
   void abort();
 
   const Nccl& nccl() const { return *nccl_; }
+  const std::shared_ptr<Nccl>& shared_nccl() const { return nccl_; }
   NcclComm get() const;
   int num_ranks() const { return num_ranks_; }
   int rank() const { return rank_; }
-  // Ranks that reach each other's memory by load and store (NVLink), this one included.
-  int lsa_size() const { return lsa_size_; }
+  // The GPU that it was made on; -1: CUDA had none.
+  int device() const { return device_; }
+  // Ranks that reach each other's memory by load and store (NVLink), this one included: its domain.
+  int lsa_size() const { return lsa_.num_ranks; }
+  // The rank of this communicator that has the place `place` in this one's domain.
+  int rank_in_domain(int place) const { return rank_ + (place - lsa_.rank) * lsa_.stride; }
   // A different number for each set of windows; the same on all ranks, which make them in one
   // order.
   std::uint64_t next_generation() { return ++generation_; }
@@ -108,7 +121,9 @@ class Communicator {
   std::shared_ptr<StreamOrder> order_;
   NcclComm comm_ = nullptr;
   std::uint64_t generation_ = 0;
-  int num_ranks_, rank_, lsa_size_ = 1;
+  int num_ranks_, rank_;
+  NcclTeam lsa_ = {1, 0, 1};
+  int device_;
 };
 
 }  // namespace ncclep

@@ -9,10 +9,9 @@
 
 namespace ncclep {
 
-// The ranks' addresses, by rank, from the first `num_bytes` bytes of the struct that a window
-// handle points to.  `head` may be longer than the part that is read.  Throws unless the addresses
-// are plausible.
-std::vector<char*> peers_in(const void* head, std::size_t num_bytes, int rank, int num_ranks);
+// Who works on a window's memory: kernels of the ranks of one NVLink domain, which must be all
+// ranks, or kernels of other domains too, through the network (network/rails.h).
+enum class Reach { kDomain, kNetwork };
 
 // Opening a window, and closing an open one, is collective.  An open window that is not closed
 // lives until the process ends.
@@ -20,7 +19,8 @@ class Window {
  public:
   // Allocates `num_bytes` (rounded up to NCCL's 4096) on this rank.  Not collective: a rank without
   // enough memory can still tell the others, which would otherwise wait for it in `open`.
-  Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes);
+  Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes,
+         Reach reach = Reach::kDomain);
   ~Window();
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
@@ -34,10 +34,18 @@ class Window {
   std::size_t num_bytes() const { return num_bytes_; }
   // This rank's own memory.
   char* address() const { return own_; }
-  // Every rank's memory as this rank addresses it, by rank.
+  // The memory of every rank of this one's domain as this rank addresses it, by place in the
+  // domain; by rank where all ranks are in one.
   const std::vector<char*>& peers() const { return peers_; }
+  // NCCL's own, null unless open.
+  NcclWindow handle() const { return window_; }
+  const Communicator& communicator() const { return *communicator_; }
 
  private:
+  // The peers as NCCL says them, and as NCCL 2.28, which does not, keeps them.
+  std::vector<char*> peers_told() const;
+  std::vector<char*> peers_read() const;
+
   std::shared_ptr<Communicator> communicator_;
   std::size_t num_bytes_;
   char* own_ = nullptr;

@@ -12,7 +12,7 @@ from patience import PatientPool
 from megatron_ncclep.ranks.pool import RankPool
 
 # What the CPU's tests share serves here too.
-FOLDERS = ("contract", "native", "integration", "integration/models")
+FOLDERS = ("contract", "native", "network", "integration", "integration/models")
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in FOLDERS]
 
 

@@ -82,8 +82,10 @@ int ncclCommAbort(void* comm) {
   CALL("CommAbort %d\n", comm == calls);
   return 0;
 }
+// Domains of two ranks, or one of all.
 Team ncclTeamLsa(void* comm) {
-  Team team = {comm != calls ? -1 : has_windows ? num_ranks_now : 2, 0, 1};
+  const int size = has_windows ? num_ranks_now : 2;
+  Team team = {comm != calls ? -1 : size, rank_now % size, 1};
   return team;
 }
 int ncclAllGather(const void* mine, void* all, size_t count, int dtype, void* comm, void* stream) {
@@ -130,6 +132,14 @@ int ncclCommWindowDeregister(void* comm, void* window) {
   --num_open_windows;
   return result();
 }
+#if FAKE_NCCL_VERSION >= 22900
+// The ranks' memory is where the struct above says.
+int ncclGetPeerDevicePointer(void* window, size_t offset, int peer, void** address) {
+  const Window* made = window;
+  *address = made->flat_base + ((uint64_t)peer << 32) * made->stride_4g + offset;
+  return result();
+}
+#endif
 const char* ncclGetErrorString(int result) { return result == 3 ? "internal error" : "other"; }
 const char* ncclGetLastError(void* comm) { return "the last word"; }
 

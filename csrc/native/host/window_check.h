@@ -1,8 +1,9 @@
 // How ranks verify that they reach each other's windows.
 //
-// A rank computes the addresses of its peers' windows from a struct that NCCL keeps in device
-// memory and no header documents (nccl/window.cpp).  So whenever windows are made, the device first
-// writes and reads words across all ranks: wrong addresses cause an error, never wrong results.
+// With NCCL 2.28 a rank computes the addresses of its peers' windows from a struct that no header
+// documents (nccl/window_of_2_28.cpp); and access to a peer's memory may fail where NCCL made a
+// window. So whenever windows are made, the device first writes and reads words across all ranks:
+// wrong addresses cause an error, never wrong results.
 #pragma once
 
 #include <cstddef>

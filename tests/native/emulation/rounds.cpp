@@ -99,6 +99,7 @@ void Sequence::refuse(int rank) {
 namespace {
 
 std::unique_ptr<Sequence> draw_sequence(const std::string& kind, int ranks, const Starts& starts) {
+  if (kind == "probes") return draw_probes(ranks, starts);
   const bool is_low_latency = kind.rfind("ll", 0) == 0;
   return is_low_latency ? draw_low_latency(kind, ranks, starts) : draw_rows(kind, ranks, starts);
 }

@@ -13,6 +13,7 @@
 //   calls        a rank makes another call
 //   ll           low-latency dispatches and combines of one or two objects
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
+//   probes       probes of the network between domains of ranks (network.cpp)
 #pragma once
 
 #include <cstdint>
@@ -87,3 +88,4 @@ class Sequence {
 std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const Starts& starts);
 std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
                                            const Starts& starts);
+std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts);

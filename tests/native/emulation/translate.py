@@ -20,6 +20,7 @@ SOURCES = (
     "native/low_latency/combine.cu",
     "native/device/refusal.cu",
     "native/host/call.cpp",
+    "network/probe.cu",
 )
 
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
@@ -112,8 +113,8 @@ def translate(source: Path, target: Path, changes: Iterable[Change]) -> list[Pat
 
     headers = [
         str(path.relative_to(source))
-        for suffix in ("cuh", "h")
-        for path in (source / "native").rglob(f"*.{suffix}")
+        for folder, suffix in itertools.product(("native", "network"), ("cuh", "h"))
+        for path in (source / folder).rglob(f"*.{suffix}")
     ]
     written = []
     for name in [*SOURCES, *headers]:

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <utility>
 
+#include "network.h"
+
 namespace emu {
 
 namespace {
@@ -232,6 +234,12 @@ void delay(int rank, int jumps) {
   delays[rank] = {static_cast<int>(draw(64)), clock_ns + jumps * kJump};
 }
 
+void run_as(Fiber& fiber, const std::function<void()>& body) {
+  Fiber* const before = std::exchange(running, &fiber);
+  body();
+  running = before;
+}
+
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
             std::function<void()> kernel) {
   EMU_REQUIRE(live[rank] == 0);
@@ -281,6 +289,7 @@ void run(int num_ranks, const std::function<void(int)>& host) {
     if (!bulk_loads.empty() && draw(4000) == 0) {
       finish_load(bulk_loads.begin() + draw(bulk_loads.size()));
     }
+    if (network != nullptr && draw(1000) == 0) network->get_further();
     const std::size_t place = draw(runnable.size());
     Fiber* fiber = runnable[place];
     if (mood.holds_back(*fiber) && draw(1000) != 0) continue;

@@ -151,6 +151,11 @@ void start(void (*kernel)(Parameters...), int ctas, int threads, std::size_t sha
 }
 // Waits, on a rank's host, until its kernel is over.
 void synchronize(int rank);
+// The network between domains of ranks, if there is one (network.h), and a call as one of its
+// fibers.
+class Network;
+inline Network* network = nullptr;
+void run_as(Fiber& fiber, const std::function<void()>& body);
 // Runs a host on each rank, and what they launch, to the end.
 void run(int num_ranks, const std::function<void(int rank)>& host);
 

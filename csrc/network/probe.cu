@@ -1,0 +1,43 @@
+#include <cuda_runtime.h>
+
+#include "common/cuda.h"
+#include "common/order.cuh"
+#include "network/probe.h"
+
+#ifdef NCCLEP_NCCL_HEADERS
+
+#include "network/rail.cuh"
+
+namespace ncclep::network {
+
+namespace {
+
+constexpr int kThreads = 64;  // one for each rail peer
+
+__global__ void probe_kernel(Rail rail, Probe job) {
+  const int peer = threadIdx.x;
+  if (peer >= job.num_domains || peer == job.domain) return;
+  const int sent = static_cast<int>(job.round % 2) * 2 * job.num_domains;
+  const int arrived = sent + job.num_domains;
+  job.window[sent + peer] = job.words[peer];
+  put(rail, peer, (arrived + job.domain) * sizeof(std::uint64_t),
+      (sent + peer) * sizeof(std::uint64_t), sizeof(std::uint64_t), job.domain);
+  const std::uint64_t start = now_ns();
+  std::uint64_t signals = 0;
+  do {
+    signals = read_signal(rail, peer);
+  } while (signals < job.round && now_ns() - start <= job.deadline_ns);
+  job.arrivals[peer] = {load_relaxed(job.window + arrived + peer), signals};
+}
+
+}  // namespace
+
+void probe(const Rail& rail, const Probe& arguments, std::uintptr_t stream) {
+  require(arguments.num_domains <= kThreads, arguments.num_domains, " domains: at most ", kThreads);
+  probe_kernel<<<1, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(rail, arguments);
+  cuda_check(cudaGetLastError(), "launching puts over the network");
+}
+
+}  // namespace ncclep::network
+
+#endif

@@ -1,0 +1,82 @@
+#include "network.h"
+
+#include <algorithm>
+
+namespace emu {
+
+constexpr int kSmsOfRank = 8;  // CTAs before that of the network (visibility.cpp)
+
+Network::Network(int num_ranks, int local_ranks, int num_signals)
+    : num_ranks_(num_ranks),
+      local_ranks_(local_ranks),
+      windows_(num_ranks),
+      signals_(num_ranks, std::vector<std::uint64_t>(num_signals, 0)),
+      puts_(num_ranks * num_ranks) {
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    Fiber& fiber = fibers_.emplace_back();
+    fiber.cta.reset(new Cta{rank, kSmsOfRank, kSmsOfRank + 1, {}, {}, Barrier(1), {}, {}});
+    fiber.rank = rank;
+    fiber.cta->fibers.push_back(&fiber);
+  }
+  network = this;
+}
+
+Network::~Network() { network = nullptr; }
+
+void Network::set_window(int rank, char* window, std::size_t num_bytes) {
+  windows_[rank] = {window, num_bytes};
+}
+
+void Network::put(int rank, int domain, std::size_t to, std::size_t from, std::size_t num_bytes,
+                  int signal) {
+  const int target = domain * local_ranks_ + rank % local_ranks_;
+  EMU_REQUIRE(0 <= domain && target < num_ranks_ && target != rank);
+  EMU_REQUIRE(from + num_bytes <= windows_[rank].num_bytes);
+  EMU_REQUIRE(to + num_bytes <= windows_[target].num_bytes);
+  EMU_REQUIRE(0 <= signal && signal < static_cast<int>(signals_[target].size()));
+  Put put{windows_[target].memory + to, std::vector<char>(num_bytes), windows_[rank].memory + from,
+          self().view.seen, signal};
+  between(rank, target).push_back(std::move(put));
+  note_progress();
+  maybe_yield();
+}
+
+const std::uint64_t* Network::look_at(int rank, int signal) {
+  if (draw(8) == 0) get_further();
+  return &signals_[rank][signal];
+}
+
+void Network::get_further() {
+  std::vector<int> busy;
+  for (std::size_t i = 0; i < puts_.size(); ++i) {
+    if (!puts_[i].empty()) busy.push_back(static_cast<int>(i));
+  }
+  if (busy.empty()) return;
+  const int pair = busy[draw(busy.size())], target = pair % num_ranks_;
+  std::deque<Put>& puts = puts_[pair];
+  note_progress();
+  run_as(fibers_[target], [&] {
+    if (puts.front().is_here) {
+      std::uint64_t& word = signals_[target][puts.front().signal];
+      puts.pop_front();
+      fence_proxy();
+      release(kSystem);
+      note_write(&word, kSystem, true);
+      ++word;
+      return;
+    }
+    Put& put = puts[draw(puts.size())];
+    if (!put.is_read) load(put.bytes.data(), put.from, put.bytes.size(), put.seen, true);
+    put.is_read = true;
+    if (put.is_here || draw(2) == 0) return;
+    store_in_bulk(put.to, put.bytes);
+    put.is_here = true;
+    if (draw(2) == 0) give_some();
+  });
+}
+
+bool Network::is_at_rest() const {
+  return std::all_of(puts_.begin(), puts_.end(), [](const auto& puts) { return puts.empty(); });
+}
+
+}  // namespace emu

@@ -1,0 +1,57 @@
+// A network between domains of ranks: what kernels put arrives late.
+//
+// What is put is read from the source's memory at any time until it arrives, as its thread saw that
+// memory.  Puts between two ranks arrive in any order, each with a signal; a signal is counted only
+// when its put and all earlier ones between the two have arrived.  Between different ranks there is
+// no order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "emulator.h"
+
+namespace emu {
+
+class Network {
+ public:
+  // The only one that there is, until it ends.
+  Network(int num_ranks, int local_ranks, int num_signals);
+  ~Network();
+
+  // The memory of a rank that others can put into.
+  void set_window(int rank, char* window, std::size_t num_bytes);
+  // As network/rail.cuh has it.
+  void put(int rank, int domain, std::size_t to, std::size_t from, std::size_t num_bytes,
+           int signal);
+  // The word of a signal; now and then something arrives before.
+  const std::uint64_t* look_at(int rank, int signal);
+  // Lets something arrive, or be read.
+  void get_further();
+  bool is_at_rest() const;
+
+ private:
+  struct Put {
+    char* to;
+    std::vector<char> bytes;
+    const char* from;
+    const Known* seen;
+    int signal;
+    bool is_read = false, is_here = false;
+  };
+  struct Window {
+    char* memory = nullptr;
+    std::size_t num_bytes = 0;
+  };
+  std::deque<Put>& between(int source, int target) { return puts_[source * num_ranks_ + target]; }
+
+  const int num_ranks_, local_ranks_;
+  std::deque<Fiber> fibers_;  // what stores into the memory of each rank
+  std::vector<Window> windows_;
+  std::vector<std::vector<std::uint64_t>> signals_;  // by rank
+  std::vector<std::deque<Put>> puts_;                // by source and target, in their order
+};
+
+}  // namespace emu

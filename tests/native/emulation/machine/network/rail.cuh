@@ -1,0 +1,24 @@
+// csrc/network/rail.cuh on the emulator.
+#pragma once
+
+#include "common/order.cuh"
+#include "network.h"
+
+namespace ncclep::network {
+
+struct Rail {
+  emu::Network* network;
+  int rank;
+};
+
+inline void put(const Rail& rail, int domain, std::size_t to, std::size_t from,
+                std::size_t num_bytes, int signal) {
+  fence_system();
+  rail.network->put(rail.rank, domain, to, from, num_bytes, signal);
+}
+inline std::uint64_t read_signal(const Rail& rail, int signal) {
+  const std::uint64_t* word = rail.network->look_at(rail.rank, signal);
+  return load_acquire(word);
+}
+
+}  // namespace ncclep::network

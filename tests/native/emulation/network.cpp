@@ -1,0 +1,75 @@
+// Sequences of probes of the network between domains of ranks (csrc/network/probe.h).
+#include "machine/network.h"
+
+#include <algorithm>
+
+#include "network/probe.h"
+#include "network/rail.cuh"
+#include "sequence.h"
+
+using namespace ncclep::network;
+
+namespace {
+
+constexpr int kWindowBytes = 4096;
+constexpr std::uint64_t kDeadlineNs = emu::kJump * 1000;
+
+std::uint64_t word_of(std::uint64_t round, int from, int to) {
+  return round << 32 | static_cast<std::uint64_t>(from) << 16 | static_cast<std::uint64_t>(to);
+}
+
+class Probes : public Sequence {
+ public:
+  Probes(int ranks, int domains, const Starts& starts)
+      : Sequence({ranks, 1, 8, 1, 16, starts}),
+        domains_(domains),
+        local_(ranks / domains),
+        network_(ranks, local_, domains) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      Memory& window = windows_.emplace_back(kWindowBytes, kGarbage);
+      network_.set_window(rank, window.data<char>(), kWindowBytes);
+    }
+  }
+
+  int num_steps() const override { return 12; }
+
+  void run(int rank, int step) override {
+    std::vector<std::uint64_t> words;
+    const int domain = rank / local_;
+    const auto peer_in = [&](int d) { return d * local_ + rank % local_; };
+    for (int d = 0; d < domains_; ++d) words.push_back(word_of(step, rank, peer_in(d)));
+    std::vector<Arrival> arrivals(domains_);
+    const Probe job{
+        windows_[rank].data<std::uint64_t>(), words.data(), arrivals.data(), domain, domains_,
+        static_cast<std::uint64_t>(step) + 1, kDeadlineNs};
+    launch(rank, [&] { probe({&network_, rank}, job, rank); });
+    for (int d = 0; d < domains_; ++d) {
+      require(d == domain || arrivals[d].word == word_of(step, peer_in(d), rank),
+              "probe: the word of rank ", peer_in(d), " on rank ", rank, " in round ", step);
+      require(d == domain || arrivals[d].signals > static_cast<std::uint64_t>(step),
+              "probe: signals of rank ", peer_in(d));
+    }
+  }
+
+  void require_at_rest() override {
+    require(network_.is_at_rest(), "a put is on its way at the end");
+  }
+  int last_kernel() const override { return num_steps(); }
+  bool may_go_on(Failing, int, bool) const override { return true; }
+  void check_failure(int, int, Failing, int) override {}
+
+ private:
+  const int domains_, local_;
+  emu::Network network_;
+  std::deque<Memory> windows_;
+};
+
+}  // namespace
+
+std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts) {
+  std::vector<int> domains;
+  for (int number = 2; number <= ranks; ++number) {
+    if (ranks % number == 0) domains.push_back(number);
+  }
+  return std::make_unique<Probes>(ranks, domains[emu::draw(domains.size())], starts);
+}

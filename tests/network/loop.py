@@ -1,0 +1,32 @@
+"""The test network: building `rma_loop.cpp`, and what it counts."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+from build_cache import cached, run_all, version_of
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or "g++"
+COUNTERS = ("puts", "bytes", "bytes_in", "refused")
+
+
+def build() -> Path:
+    """Compile the plugin, unless that was done; return its path, for NCCL_RMA_PLUGIN."""
+    sources = [HERE / name for name in ("rma_loop.cpp", "link.h", "rma_plugin.h")]
+    options = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
+
+    def make(folder: Path) -> None:
+        target = ["-shared", "-fPIC", sources[0], "-o", folder / "libnccl-rma-loop.so", "-ldl"]
+        run_all([[COMPILER, *options, *target]])
+
+    folder = cached("rma-loop", [*sources, version_of(COMPILER), *options], make)
+    return folder / "libnccl-rma-loop.so"
+
+
+def counters(plugin: Path | str) -> dict[str, int]:
+    """What this process has put and received so far, by the names in `COUNTERS`."""
+    values = (ctypes.c_uint64 * len(COUNTERS)).in_dll(ctypes.CDLL(str(plugin)), "rma_loop_counters")
+    return dict(zip(COUNTERS, values, strict=True))

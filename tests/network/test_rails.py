@@ -1,0 +1,70 @@
+"""Where kernels over a network are left out, and what a user is told then."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from fakes import compile_fake
+
+from megatron_ncclep.errors import LibraryError
+from megatron_ncclep.libraries import extension
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def headers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[str], tuple[Path | None, str]]:
+    """What setup.py finds where NCCL_HOME has headers of a version; none: "" """
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    find = runpy.run_path(str(ROOT / "setup.py"))["nccl_headers"]
+
+    def found(version: str) -> tuple[Path | None, str]:
+        include = tmp_path / "include"
+        include.mkdir()
+        if version:
+            names = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+            text = "".join(f"#define NCCL_{name} {number}\n" for name, number in names)
+            (include / "nccl.h").write_text(text)
+            (include / "nccl_device.h").touch()
+        monkeypatch.setenv("NCCL_HOME", str(tmp_path))
+        return find()
+
+    return found
+
+
+@pytest.mark.parametrize("version", ["2.30.7", "2.31.0", "3.0.0"])
+def test_new_headers_are_used(headers: Any, version: str, tmp_path: Path) -> None:
+    assert headers(version) == (tmp_path / "include", version)
+
+
+@pytest.mark.parametrize("version", ["2.30.6", "2.29.7", ""])
+def test_a_build_without_new_headers_says_so(headers: Any, version: str, capsys: Any) -> None:
+    assert headers(version) == (None, "")
+    found = f"NCCL {version}" if version else "no nccl_device.h"
+    said = f"has {found}: without NCCL 2.30.7 (NCCL_HOME), no kernels over a network\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+@pytest.mark.skipif(
+    extension.unavailable_reason() is not None, reason=str(extension.unavailable_reason())
+)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="cc builds the stand-in for NCCL")
+def test_rails_and_windows_say_what_they_lack(tmp_path: Path) -> None:
+    """The extension has no headers, or the NCCL that it finds is too old for them."""
+    native = extension.load()
+    nccl = native.Nccl(str(compile_fake(tmp_path / "nccl", nccl_version=22809)))
+    communicator = native.Communicator(nccl, nccl.unique_id(), 2, 0, -1, 10.0)
+    lacks = "no kernels over a network: (this extension was built without|they need NCCL 2.30.7)"
+    with pytest.raises(LibraryError, match=lacks):
+        native.Rails(communicator, 10.0)
+    with pytest.raises(LibraryError, match=r"NCCL 2\.28\.9 has no windows over a network"):
+        native.Window(communicator, 4096, over_network=True)
+    communicator.abort()
