@@ -226,7 +226,9 @@ class Shortage:
             return
         self.words.zero_()
         counts = {rank: needed_and_had(word) for rank, word in enumerate(words) if word}
-        each = ", ".join(f"rank {r} needed {n} rows and had {had}" for r, (n, had) in counts.items())
+        each = ", ".join(
+            f"rank {r} needed {n} rows and had {had}" for r, (n, had) in counts.items()
+        )
         reason = f"on_overflow is {self._on_overflow!r}, so no optimizer steps with these gradients"
         if self._on_overflow == RERUN:
             reason += (

@@ -20,7 +20,7 @@ def without_graphs(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """
     from megatron.core.transformer import cuda_graphs
 
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     # Megatron's own graphs (`local`) of a layer, or of one of its methods.
     managers = [(m, type(m)) for m in modules if isinstance(m, cuda_graphs.CudaGraphManager)]
     # TransformerEngine's.

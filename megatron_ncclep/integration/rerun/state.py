@@ -34,7 +34,7 @@ class ModelState:
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         """`chunks`: the parts of the model on this rank."""
-        modules = [module for chunk in chunks for module in chunk.modules()]
+        modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
         weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters(False)}
         self._buffers = [
             (module, name)
@@ -46,7 +46,7 @@ class ModelState:
         self._fp8 = [module for module in modules if hasattr(module, "fp8_meta")]
         self._replaced = [(m, name) for m in modules for name in _REPLACED if hasattr(m, name)]
         dispatchers = [getattr(module, "token_dispatcher", None) for module in modules]
-        self._dispatchers = [each for each in dispatchers if hasattr(each, "counters")]
+        self._dispatchers: list[Any] = [each for each in dispatchers if hasattr(each, "counters")]
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are changed in place; CUDA graphs know their addresses."""
@@ -105,7 +105,7 @@ def _copies(
 
 
 def _logged_tensors() -> list[torch.Tensor]:
-    """Sums of what Megatron logs at the end of a step: auxiliary losses and those of predictions."""
+    """What Megatron adds up for its log: auxiliary losses, and those of predictions."""
     found: list[Any] = []
     for name, owner in _TRACKERS.items():
         tracker = getattr(getattr(sys.modules.get(name), owner, None), "tracker", None)

@@ -88,7 +88,8 @@ class Reruns:
         """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
         self._chunks, self._options = chunks, options
         self._state = ModelState(chunks)
-        self._world = Hosts(dist.group.WORLD)
+        assert dist.group.WORLD is not None  # the engines have groups
+        self._world = Hosts(dist.group.WORLD, called="the training")
         self._is_running = False
         self.num_steps = self.num_reruns = 0
 
@@ -177,8 +178,8 @@ class Reruns:
         if lacked == _REFUSED:
             raise UnsupportedError(
                 f"on_overflow={RERUN!r}: a step cannot be run again, because "
-                f"{problem or 'another rank cannot (its output has the reason)'}: give the schedule "
-                "a data iterator, which hands out each micro-batch with next(), or set "
+                f"{problem or 'another rank cannot (its output has the reason)'}: give the "
+                "schedule a data iterator, which hands out each micro-batch with next(), or set "
                 "max_recv_rows='worst', with which no step has to be run again"
             )
         return lacked

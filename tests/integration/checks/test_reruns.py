@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import IS_RANK, gathered
 from trainer import ModelCase, Results, Training, differences
 
+import megatron_ncclep
 from megatron_ncclep.benchmark import training_model
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.integration.patching import is_changed
+from megatron_ncclep.errors import RowsDroppedError, UnsupportedError
+from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
 from megatron_ncclep.ranks.group import attempted
-from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 pytestmark = pytest.mark.each_release
 
@@ -107,7 +112,9 @@ class Collapsing(Training):
         for i, optimizer in enumerate(self.optimizer.chained_optimizers):
             for j, state in enumerate(optimizer.optimizer.state.values()):
                 tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-                found |= {f"{i}.{j}.{key}": value.detach().clone() for key, value in tensors.items()}
+                found |= {
+                    f"{i}.{j}.{key}": value.detach().clone() for key, value in tensors.items()
+                }
         return found
 
 
@@ -214,7 +221,9 @@ def whole_iterations(training: Collapsing, graphs: list[Graph]) -> Iterator[None
             return
         batches = full_cuda_graph.StaticBufferLoader.static_buffers[stage]
         for kept, new in zip(
-            full.result[stage], original(**{**arguments, "data_iterator": iter(batches)}), strict=True
+            full.result[stage],
+            original(**{**arguments, "data_iterator": iter(batches)}),
+            strict=True,
         ):
             kept["loss"].copy_(new["loss"])
 
@@ -253,3 +262,93 @@ def test_bits(ctx: RankContext, case: ModelCase, graphs: str) -> None:
     trains = any("experts" in name for name in found)  # not in the first stage
     assert (problems := differences(found, expected)) == NOTHING[trains], problems
     assert gathered(ctx, reruns.num_reruns) == [reruns.num_reruns] * 4
+
+
+class Careless(Collapsing):
+    """A training whose rank 1 does not get its data as Megatron's loops do."""
+
+    mistake = ""
+
+    def _forward_step(self, batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+        if self.rank == 1 and self.mistake == "reads elsewhere":
+            batches = iter(self.batches(0, self.case.sequence))
+        elif self.rank == 1 and self.mistake == "changes in place":
+            batches = ({**b, "labels": b["labels"].add_(0)} for b in [next(batches)])
+        return super()._forward_step(batches, model)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ("reads elsewhere", "the forward step does not use its data iterator"),
+        ("changes in place", "a tensor of a micro-batch was changed in place after the data"),
+        ("has no DDP", "a model in GPTModel: only Megatron's DistributedDataParallel was tested"),
+    ],
+)
+def test_what_cannot_be_rerun(ctx: RankContext, mistake: str, reason: str) -> None:
+    """It ends the training on all ranks in the first step, in which all rows fit."""
+    options = {**ROUTER, "ncclep": replace(RERUN, max_recv_rows="3x")}
+    training = Careless(ctx, "ncclep", replace(WHOLE, options=options))
+    training.mistake = mistake
+    if mistake == "has no DDP":
+        training.wrapped = training.chunks
+    elif ctx.rank != 1:
+        reason = "another rank cannot"
+    with pytest.raises(UnsupportedError, match=f"on_overflow='rerun'.* {reason}.*='worst'"):
+        training._run(0, training.case.sequence, forward_only=False)
+
+
+def test_outside_of_schedules(ctx: RankContext) -> None:
+    """A layer that is called on its own has room for all rows; what a graph drops is an error."""
+    initialize(ep=4)
+    options = replace(RERUN, max_recv_rows=16)
+    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=options))
+    hidden = torch.ones(SEQUENCE, BATCH, HIDDEN)
+    layer(hidden)
+    megatron_ncclep.check()
+    assert layer.token_dispatcher.num_dropped == 0
+    Graph.replay(mock.Mock(run=layer, replays=0), hidden)
+    with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
+        megatron_ncclep.check()
+    layer.token_dispatcher.close()
+
+
+@pytest.mark.alone
+def test_state(ctx: RankContext) -> None:
+    """Everything goes back to its address: also scales of FP8, whose modules need a GPU."""
+    initialize(1)
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("steps", torch.ones(3))
+    module.register_buffer("cache", None)
+    meta = SimpleNamespace(scale=torch.ones(2), amax_history=torch.ones(4, 2))
+    module.fp8_meta = {"scaling_fwd": meta, "recipe": object()}
+    module.current_max_attn_logits = None
+    tensors = [module.steps, meta.scale, meta.amax_history]
+    snapshot = Snapshot(ModelState([module]))
+    drawn = [torch.rand(1), random.random(), numpy.random.rand()]
+    for tensor in tensors:
+        tensor.mul_(2)
+    module.steps, module.cache = torch.zeros(3), torch.zeros(3)
+    module.current_max_attn_logits = torch.zeros(3)
+    snapshot.restore()
+    assert [torch.rand(1), random.random(), numpy.random.rand()] == drawn
+    assert module.cache is module.current_max_attn_logits is None
+    assert module.steps is tensors[0]
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_a_rank_that_dies_in_a_rerun(megatron_pool: RankPool) -> None:
+    """The others raise a PeerError, as in any other step."""
+    with pytest.raises(RankError, match=r"(?s)rank 1 .*PeerError: .*rank 1") as caught:
+        megatron_pool.run(die_in_a_rerun, timeout=120)
+    assert str(caught.value).count("PeerError: rank") == 3
+
+
+def die_in_a_rerun(ctx: RankContext) -> None:
+    # Without Megatron's own collectives before the layer's, whose deadlines are not ours.
+    case = replace(WHOLE, options={"ncclep": RERUN})
+    training = Collapsing(ctx, "ncclep", case, distributed=False)
+    training.collapses = True
+    if ctx.rank == 1:
+        training.wrapped[0].zero_grad_buffer = partial(os._exit, 1)
+    training._run(0, training.case.sequence, forward_only=False)
