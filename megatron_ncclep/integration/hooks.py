@@ -17,6 +17,7 @@ It patches these places in Megatron, in memory only and without effect on other 
     DistributedDataParallel.__init__                     averages by two means; FSDP refuses to
     MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
+    Megatron's schedules, FullCudaGraphWrapper.__call__  run a step again in which rows did not fit
     parallel_state.destroy_model_parallel                closes our groups first
 
 In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
