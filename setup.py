@@ -225,6 +225,7 @@ setup(
         "megatron_ncclep.integration.experts",
         "megatron_ncclep.integration.inference",
         "megatron_ncclep.integration.options",
+        "megatron_ncclep.integration.rerun",
         "megatron_ncclep.libraries",
         "megatron_ncclep.ops",
         "megatron_ncclep.ranks",

@@ -60,8 +60,9 @@ def check() -> None:
     error.  When all ranks of a group call it after the same calls, all raise the same error.
 
     Nor does a call in static mode wait to learn whether all rows fit.  With `on_overflow="raise"`
-    this function raises that error, and waits for the current stream; with "drop" it logs a
-    warning, once per group, without waiting: on a GPU at the next call but one.
+    this function raises that error, and waits for the current stream; with "rerun" too, but there
+    steps of Megatron's schedules leave nothing to report.  With "drop" it logs a warning, once per
+    group, without waiting: on a GPU at the next call but one.
 
     The first check after an engine's first calls ends its first step, in which ranks wait longer
     for each other (the option `first_timeout_s`): call it in every step.

@@ -31,7 +31,7 @@ OPTION_PREFIX, OPTION_FLAG = "ncclep_", "--ncclep-"
 WORST = "worst"
 # or for a multiple of a balanced load, with at most three decimals.
 _FACTOR = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?x", re.ASCII)
-DROP, RAISE = "drop", "raise"
+DROP, RAISE, RERUN = "drop", "raise", "rerun"
 MEAN, A2SGD = "mean", "a2sgd"
 
 
@@ -100,8 +100,9 @@ class EpConfig:
         DROP,
         str,
         "static mode: 'drop' warns about rows that did not fit; 'raise' raises an error on all "
-        "ranks before the optimizer steps",
-        (DROP, RAISE),
+        "ranks before the optimizer steps; 'rerun' runs the step again, with room for all rows and "
+        "without CUDA graphs, so that nothing is dropped",
+        (DROP, RAISE, RERUN),
     )
     num_sms: int | None = _option(
         None, int, "SMs that the engine's kernels may use (default: the engine's own)"
@@ -233,12 +234,20 @@ class EpConfig:
                 f"resync_interval {self.resync_interval} without gradient_averaging {A2SGD!r}: "
                 "the ranks' weights are equal anyway; leave it out"
             )
-        if self.on_overflow not in (DROP, RAISE):
-            raise InputError(f"on_overflow {self.on_overflow!r}: must be {DROP!r} or {RAISE!r}")
-        if self.on_overflow == RAISE and self.max_recv_rows is None:
+        if self.on_overflow not in (DROP, RAISE, RERUN):
             raise InputError(
-                f"on_overflow {RAISE!r} without max_recv_rows: nothing can overflow, since every "
-                "tensor has the rows that the routing needs; leave it out, or set max_recv_rows"
+                f"on_overflow {self.on_overflow!r}: must be {DROP!r}, {RAISE!r} or {RERUN!r}"
+            )
+        if self.on_overflow != DROP and self.max_recv_rows is None:
+            raise InputError(
+                f"on_overflow {self.on_overflow!r} without max_recv_rows: nothing can overflow, "
+                "since every tensor has the rows that the routing needs; leave it out, or set "
+                "max_recv_rows"
+            )
+        if self.on_overflow == RERUN and self.gradient_averaging == A2SGD:
+            raise InputError(
+                f"on_overflow {RERUN!r} with gradient_averaging {A2SGD!r}: it counts the steps "
+                "that have begun, and one that is run again would count twice; choose one of them"
             )
         for name, seconds in (
             ("timeout_s", self.timeout_s),

@@ -51,7 +51,7 @@ class PeerError(EpError, RuntimeError):
 
 
 class RowsDroppedError(EpError, RuntimeError):
-    """Rows did not fit in static mode and `on_overflow` is "raise"; on every rank of the group."""
+    """Rows did not fit in static mode, and `on_overflow` forbids it; on every rank of the group."""
 
 
 class LibraryError(EpError, RuntimeError):

@@ -95,6 +95,10 @@ class LayerCounts:
         self.sent += (destinations.unsqueeze(2) == self._ranks).any(dim=1).sum(dim=0)
         self.received += plan.counts
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The counters themselves."""
+        return [self.sent, self.received]
+
     def take(self) -> torch.Tensor:
         """int64 [num_ranks + 2]: `sent`, assignments received, and dropped; resets all of them."""
         routed = self.received[self._num_local_experts : -1].sum(dim=0, keepdim=True)

@@ -131,6 +131,8 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
         Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
         Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_reruns.py"),
+        Step("native", (8,), "tests/gpu/test_gpu_reruns.py"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
         Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),
     ],

@@ -13,7 +13,7 @@ import weakref
 
 import torch
 
-from megatron_ncclep.config import MAX_COUNT, RAISE, WORST, EpConfig, thousandths
+from megatron_ncclep.config import DROP, MAX_COUNT, RERUN, WORST, EpConfig, thousandths
 from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
@@ -152,7 +152,7 @@ def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 
 
 class Shortage:
-    """Rows that ranks lacked, for `on_overflow="raise"`; every rank knows those of all ranks.
+    """Rows that ranks lacked, for `on_overflow` "raise" and "rerun"; every rank knows all ranks'.
 
     Recording does not wait.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads the
     device's counts at an address that never changes, so it also sees those of replayed CUDA graphs.
@@ -161,6 +161,9 @@ class Shortage:
     ranks, so all must raise.  They need not tell each other: the rows that a plan needs on each
     rank follow from the counts of assignments that every engine's plan sends to all ranks.  So an
     engine records the same on every rank, and it does not matter how often each of them checks.
+
+    With "rerun" the step in which rows were lacking is run again, and `forget` is called.  What
+    `check` finds then was recorded outside of a step that can be run again.
 
     Attributes:
         words: int64 [num_ranks] on the group's device: for each rank, from the call in which it
@@ -171,18 +174,18 @@ class Shortage:
 
     def __init__(self, group: EpGroup, config: EpConfig) -> None:
         self._group = group
-        self._option = config.max_recv_rows
+        self._option, self._on_overflow = config.max_recv_rows, config.on_overflow
         self.words = torch.zeros(group.size, dtype=torch.int64, device=group.device)
 
     @classmethod
     def name(cls, config: EpConfig) -> str:
         """The name under which engines with this option share it (`EpGroup.share`)."""
-        return f"rows lacked of {config.max_recv_rows}"
+        return f"rows lacked of {config.max_recv_rows}, {config.on_overflow}"
 
     @classmethod
     def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
         """The group's object for an engine with these options; None if it records nothing."""
-        if config.on_overflow != RAISE or not can_drop(config):
+        if config.on_overflow == DROP or not can_drop(config):
             return None
         return group.share(cls.name(config), lambda: cls(group, config))
 
@@ -204,6 +207,10 @@ class Shortage:
         """`words`, for a kernel that does the work of `record`; None if it should not record."""
         return None if self._group.is_warmup else self.words
 
+    def forget(self) -> None:
+        """Record nothing for the calls so far: their step is run again.  Does not wait."""
+        self.words.zero_()
+
     def check(self) -> None:
         """Raise an error if rows were lacking since the last check.  Waits for the current stream.
 
@@ -218,19 +225,33 @@ class Shortage:
         if not any(words):
             return
         self.words.zero_()
-        had = {rank: word & (1 << _HALF) - 1 for rank, word in enumerate(words) if word}
-        needs = {rank: rows + (words[rank] >> _HALF) for rank, rows in had.items()}
-        each = ", ".join(f"rank {r} needed {needs[r]} rows and had {had[r]}" for r in had)
+        counts = {rank: needed_and_had(word) for rank, word in enumerate(words) if word}
+        each = ", ".join(
+            f"rank {r} needed {n} rows and had {had}" for r, (n, had) in counts.items()
+        )
+        reason = f"on_overflow is {self._on_overflow!r}, so no optimizer steps with these gradients"
+        if self._on_overflow == RERUN:
+            reason += (
+                "; only steps of Megatron's schedules (get_forward_backward_func) can be run "
+                "again, and a CUDA graph of the layer was replayed outside of one: train with a "
+                "schedule"
+            )
+        most = max(needed for needed, _ in counts.values())
         raise RowsDroppedError(
             f"rows were dropped: with max_recv_rows={self._option}, {each} (each rank's worst call "
-            "since the last check). on_overflow is 'raise', so no optimizer steps with these "
-            f"gradients: set max_recv_rows (--ncclep-max-recv-rows) to {max(needs.values())} or "
-            "more, to a larger factor or to 'worst', which drops nothing; or leave it out, or "
-            "allow drops with on_overflow='drop'"
+            f"since the last check). {reason}: set max_recv_rows (--ncclep-max-recv-rows) to "
+            f"{most} or more, to a larger factor or to 'worst', which drops nothing; or leave it "
+            "out, or allow drops with on_overflow='drop'"
         )
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def needed_and_had(word: int) -> tuple[int, int]:
+    """The rows that a rank needed and those that it had, from a word of `Shortage.words`."""
+    had = word & (1 << _HALF) - 1
+    return had + (word >> _HALF), had
 
 
 class DropWarning:

@@ -17,6 +17,7 @@ It patches these places in Megatron, in memory only and without effect on other 
     DistributedDataParallel.__init__                     averages by two means; FSDP refuses to
     MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
     OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
+    Megatron's schedules, FullCudaGraphWrapper.__call__  run a step again in which rows did not fit
     parallel_state.destroy_model_parallel                closes our groups first
 
 In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
@@ -104,6 +105,7 @@ from megatron_ncclep.integration.patching import (
     unpatched,
     validated_as,
 )
+from megatron_ncclep.integration.rerun.step import change_full_iteration, change_schedules
 from megatron_ncclep.integration.teardown import change_destroy
 
 # Megatron validates the configuration and builds the layer as if this type had been requested.
@@ -134,6 +136,8 @@ _TORCH_FSDP_MODULE = "megatron.core.distributed.torch_fully_sharded_data_paralle
 _UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _LOGGING_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
 _GROUPS_MODULE = "megatron.core.parallel_state"
+_SCHEDULES_MODULE = "megatron.core.pipeline_parallel.schedules"
+_FULL_GRAPH_MODULE = "megatron.core.full_cuda_graph"
 _OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
 
@@ -315,7 +319,8 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
     """
     if captured == Captured.NOTHING:
         return
-    engine, experts, config = layer.token_dispatcher.engine, layer.experts, layer.config
+    dispatcher, experts, config = layer.token_dispatcher, layer.experts, layer.config
+    engine = dispatcher.engine
     try:
         check_captured(
             config,
@@ -325,7 +330,7 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
             host_experts=None if need_no_host(experts, config) else type(experts).__name__,
         )
     except UnsupportedError:
-        engine.close()
+        dispatcher.close()
         raise
 
 
@@ -367,6 +372,8 @@ HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     _CONTEXT_MODULE: (change_inference_context,),
     _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
     _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
+    _SCHEDULES_MODULE: (change_schedules,),
+    _FULL_GRAPH_MODULE: (change_full_iteration,),
     _DDP_MODULE: (change_ddp,),
     _FSDP_MODULE: (refuse_in("FullyShardedDataParallel"),),
     _TORCH_FSDP_MODULE: (refuse_in("TorchFullyShardedDataParallel"),),

@@ -36,14 +36,21 @@ class TorchGroup:
         device: the device of the tensors that the group's backend moves.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, whole: TorchGroup | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        whole: TorchGroup | None = None,
+        called: str = "the expert-parallel group",
+    ) -> None:
         """Not collective.
 
         Args:
             process_group: torch's group; referenced weakly.
             whole: the whole group, if this is a part of it that torch does not list; the part lives
                 as long as the whole group.
+            called: the group's name in errors of `wait`.
         """
+        self._called = called
         self._process_group = weakref.ref(process_group)
         self._whole = whole
         if whole is None:
@@ -134,8 +141,8 @@ class TorchGroup:
             # The backend's own text rarely names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"
             raise PeerError(
-                f"rank {named.rank} of {named.size}: no answer from the other ranks of the "
-                f"expert-parallel group in {what} (deadline {timeout_s:g} s): {lost}; look at the "
+                f"rank {named.rank} of {named.size}: no answer from the other ranks of "
+                f"{self._called} in {what} (deadline {timeout_s:g} s): {lost}; look at the "
                 f"other ranks' output. {error}"
             ) from error
 

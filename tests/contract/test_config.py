@@ -114,10 +114,13 @@ def test_words_that_name_no_rows(value: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_overflow() -> None:
-    with pytest.raises(InputError, match="on_overflow 'stop': must be 'drop' or 'raise'"):
+    with pytest.raises(InputError, match="on_overflow 'stop': must be 'drop', 'raise' or"):
         EpConfig(max_recv_rows=8, on_overflow="stop")
-    with pytest.raises(InputError, match="on_overflow 'raise' without max_recv_rows: nothing can"):
-        EpConfig(on_overflow="raise")
+    for value in ("raise", "rerun"):
+        with pytest.raises(InputError, match=f"on_overflow '{value}' without max_recv_rows: not"):
+            EpConfig(on_overflow=value)
+    with pytest.raises(InputError, match="on_overflow 'rerun' with gradient_averaging 'a2sgd': it"):
+        EpConfig(max_recv_rows=8, on_overflow="rerun", gradient_averaging="a2sgd")
 
 
 @pytest.mark.parametrize("value", [0, 2, 16.0, "16"])

@@ -108,14 +108,14 @@ class Training(Model):
 
     def everything(self) -> Results:
         """Parameters, and this rank's shards of the optimizer's state, by place."""
-        self.wrapped[0].start_param_sync(force_sync=True)
-        found = {name: p.detach().clone() for name, p in self.chunks[0].named_parameters()}
+        found: dict[str, Any] = {}
+        for i, (chunk, wrapped) in enumerate(zip(self.chunks, self.wrapped, strict=True)):
+            wrapped.start_param_sync(force_sync=True)
+            found |= {f"{i} {name}": p for name, p in chunk.named_parameters()}
         for i, optimizer in enumerate(self.optimizer.chained_optimizers):
             for j, state in enumerate(optimizer.optimizer.state.values()):
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        found[f"{i}.{j}.{key}"] = value.detach().clone()
-        return found
+                found |= {f"{i}.{j}.{key}": value for key, value in state.items()}
+        return {k: v.detach().clone() for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
 @contextmanager

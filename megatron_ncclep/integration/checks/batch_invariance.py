@@ -39,7 +39,7 @@ def check_invariance(config: Any, options: EpConfig) -> None:
         raise UnsupportedError(
             f"{OPTION}=True with max_recv_rows={options.max_recv_rows!r}: rows that do not fit are "
             "dropped, and a token's output would depend on the other tokens: leave max_recv_rows "
-            "out, set it to 'worst', or set on_overflow='raise'"
+            "out, set it to 'worst', or set on_overflow='rerun' or 'raise'"
         )
 
 

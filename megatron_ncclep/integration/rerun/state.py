@@ -1,0 +1,174 @@
+"""Everything that a step changes other than gradients, remembered so that it can be put back."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# Modules of Megatron's, and the dicts in which they add up what they log.
+_TRACKERS = {
+    "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
+    "megatron.core.transformer.experimental_attention_variant.dsa": "DSAIndexerLossLoggingHelper",
+}
+_METRICS_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
+_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
+_RERUN_MODULE = "megatron.core.rerun_state_machine"
+# The largest attention logit so far, for qk_clip: replaced by each forward pass, never in place.
+_REPLACED = ("current_max_attn_logits",)
+
+
+class ModelState:
+    """The tensors of a model that forward and backward passes change, other than gradients.
+
+    Buffers: experts' biases, counts of tokens, sums of global auxiliary losses.  FP8: scales and
+    histories of largest values.  Our dispatchers' counters.
+
+    Which modules have any is found out once: no module gets its first one later.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """`chunks`: the parts of the model on this rank."""
+        modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+        weights = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters(False)}
+        self._buffers = [
+            (module, name)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            # For generating text, Megatron keeps weights as buffers too.
+            if buffer is None or buffer.untyped_storage().data_ptr() not in weights
+        ]
+        self._fp8 = [module for module in modules if hasattr(module, "fp8_meta")]
+        self._replaced = [(m, name) for m in modules for name in _REPLACED if hasattr(m, name)]
+        dispatchers = [getattr(module, "token_dispatcher", None) for module in modules]
+        self._dispatchers: list[Any] = [each for each in dispatchers if hasattr(each, "counters")]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are changed in place; CUDA graphs know their addresses."""
+        found = [module._buffers[name] for module, name in self._buffers]
+        for module in self._fp8:
+            for part in module.fp8_meta.values():
+                found += [getattr(part, name, None) for name in ("scale", "scale_inv")]
+                found.append(getattr(part, "amax_history", None))
+        found += [counter for each in self._dispatchers for counter in each.counters()]
+        return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    def attributes(self) -> list[tuple[dict[str, Any], str]]:
+        """Places of those that are replaced."""
+        buffers = [(module._buffers, name) for module, name in self._buffers]
+        return [*buffers, *((vars(module), name) for module, name in self._replaced)]
+
+
+class Snapshot:
+    """The state before a step.  Taking it queues a few small copies and waits for nothing."""
+
+    def __init__(self, model: ModelState) -> None:
+        self._places = [(holder, name, holder.get(name)) for holder, name in model.attributes()]
+        self._logged = {id(tensor) for tensor in _logged_tensors()}
+        self._copies = _copies([*model.tensors(), *_logged_tensors()])
+        self._random = _RandomStates()
+        self._machine = _MachineState()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, tensors at the same addresses."""
+        for holder, name, value in self._places:
+            holder[name] = value
+        for tensors, values in self._copies:
+            torch._foreach_copy_(tensors, values)
+        for tensor in _logged_tensors():
+            if id(tensor) not in self._logged:  # made in this step; a graph may know its address
+                tensor.zero_()
+        self._random.restore()
+        self._machine.restore()
+
+
+def _copies(
+    tensors: list[torch.Tensor],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Tensors and copies of them, by device and dtype: one kernel for all of a kind."""
+    kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor.detach())
+    copies = []
+    for group in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        parts = flat.split([tensor.numel() for tensor in group])
+        values = [part.view(t.shape) for part, t in zip(parts, group, strict=True)]
+        copies.append((group, values))
+    return copies
+
+
+def _logged_tensors() -> list[torch.Tensor]:
+    """What Megatron adds up for its log: auxiliary losses, and those of predictions."""
+    found: list[Any] = []
+    for name, owner in _TRACKERS.items():
+        tracker = getattr(getattr(sys.modules.get(name), owner, None), "tracker", None)
+        found += (tracker or {}).values()
+    if (module := sys.modules.get(_METRICS_MODULE)) is not None:
+        tracker = getattr(module, "_MOE_METRICS_TRACKER", None)
+        found += [] if tracker is None else [entry.values for entry in tracker.metrics.values()]
+    elif (module := sys.modules.get(_UTILS_MODULE)) is not None:
+        tracker = module.get_moe_layer_wise_logging_tracker()
+        found += [value for entry in tracker.values() for value in entry.values()]
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+class _RandomStates:
+    """The random states of this process: Python's, numpy's, torch's and those of Megatron's
+    tracker.
+    """
+
+    def __init__(self) -> None:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        self._tracker = get_cuda_rng_tracker()
+        # Generators that a CUDA graph knows stay the same objects.
+        self._states = {
+            name: (state, state.get_state() if isinstance(state, torch.Generator) else None)
+            for name, state in self._tracker.get_states().items()
+        }
+        self._on_cpu = torch.get_rng_state()
+        self._on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._of_python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._of_numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        for state, value in self._states.values():
+            if value is not None:
+                state.set_state(value)
+        self._tracker.set_states({name: state for name, (state, _) in self._states.items()})
+        torch.set_rng_state(self._on_cpu)
+        if self._on_gpu is not None:
+            torch.cuda.set_rng_state(self._on_gpu)
+        random.setstate(self._of_python)
+        if self._of_numpy is not None:
+            sys.modules["numpy"].random.set_state(self._of_numpy)
+
+
+class _MachineState:
+    """What Megatron's machine for rerunning steps, which validates results, has noted so far."""
+
+    def __init__(self) -> None:
+        module = sys.modules.get(_RERUN_MODULE)
+        self._machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+        self._noted: dict[str, Any] = {}
+        if self._machine is None:
+            return
+        self._noted = {
+            name: copy.copy(value) if isinstance(value, dict | list | set) else value
+            for name, value in vars(self._machine).items()
+        }
+        self._noted["error_injector"] = copy.copy(self._machine.error_injector)
+        if self._machine.get_mode().name == "REPORT_DETERMINISM_STATS":
+            self._noted["stats"] = copy.deepcopy(self._machine.stats)
+
+    def restore(self) -> None:
+        if self._machine is not None:
+            vars(self._machine).update(self._noted)

@@ -1,0 +1,258 @@
+"""Steps that are run again, exact and without CUDA graphs, when rows did not fit.
+
+Every training loop calls Megatron's schedules once per step, through the function that
+`get_forward_backward_func` returns, or through the FullCudaGraphWrapper around it.  Both are
+wrapped here.  `HOOKS` in hooks.py lists which module each function changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ncclep.config import RERUN, EpConfig
+from megatron_ncclep.engines.overflow import Shortage, can_drop, needed_and_had
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.options.field import NAME, resolve_options
+from megatron_ncclep.integration.patching import mark_patched, unpatched
+from megatron_ncclep.integration.rerun.batches import Batches
+from megatron_ncclep.integration.rerun.graphs import without_graphs
+from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
+from megatron_ncclep.logs import get_logger
+from megatron_ncclep.ranks.group import all_of, attempted
+from megatron_ncclep.ranks.torch_group import TorchGroup
+
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+_ARGUMENTS = ["data_iterator", "model", "forward_only"]
+# Where a model keeps its `Reruns`; None: its steps are never run again.
+_ATTRIBUTE = "_ncclep_reruns"
+# More than any word of a shortage: a rank could not run the step again.
+_REFUSED = 1 << 62
+
+
+def change_schedules(module: Any) -> None:
+    """Let Megatron's schedules run a step again."""
+    for name in _SCHEDULES:
+        original = unpatched(module, module, name, _ARGUMENTS)
+        if original is not None:
+            setattr(module, name, mark_patched(_with_reruns(original)))
+
+
+def change_full_iteration(module: Any) -> None:
+    """Let a step that is a CUDA graph be run again by the schedule that it holds."""
+    wrapper = module.FullCudaGraphWrapper
+    original = unpatched(module, wrapper, "__call__", ["self"])
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reruns = Reruns.of(kwargs)
+        if reruns is None:
+            return original(self, *args, **kwargs)
+        return reruns.run(functools.partial(original, self), self.forward_backward_func, kwargs)
+
+    wrapper.__call__ = mark_patched(call)
+
+
+def _with_reruns(schedule: Any) -> Any:
+    @functools.wraps(schedule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        reruns = Reruns.of(kwargs)
+        if reruns is None:
+            return schedule(*args, **kwargs)
+        return reruns.run(schedule, schedule, kwargs)
+
+    return run
+
+
+class Reruns:
+    """Runs the steps of one model, and again those in which rows did not fit.
+
+    The model, on each rank its first part, holds this object.  All ranks of the model take part in
+    every step, also those whose layers have no experts.
+
+    Attributes:
+        num_steps, num_reruns: so far, evaluation included.
+    """
+
+    def __init__(self, chunks: list[Any], options: EpConfig) -> None:
+        """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
+        self._chunks, self._options = chunks, options
+        self._state = ModelState(chunks)
+        assert dist.group.WORLD is not None  # the engines have groups
+        self._world = TorchGroup(dist.group.WORLD, called="the training")
+        self._is_running = False
+        self.num_steps = self.num_reruns = 0
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Reruns | None:
+        """Those of the model in a schedule's arguments; None if its options do not ask for them.
+
+        Raises:
+            InputError: these options are invalid.
+        """
+        model = arguments.get("model")
+        chunks = model if isinstance(model, list) else [model]
+        config = _of_model(chunks[0], "config")
+        if getattr(config, "moe_token_dispatcher_type", None) != NAME:
+            return None
+        if _ATTRIBUTE not in vars(chunks[0]):
+            options = resolve_options(config) or EpConfig.resolve()
+            is_asked_for = options.on_overflow == RERUN and can_drop(options)
+            setattr(chunks[0], _ATTRIBUTE, cls(chunks, options) if is_asked_for else None)
+        found: Reruns | None = getattr(chunks[0], _ATTRIBUTE)
+        return found
+
+    def run(
+        self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Any:
+        """Run one step; its results.  Collective over all ranks of the model.
+
+        Args:
+            first: runs the step, in CUDA graphs where the model has any.
+            again: runs it without a graph of the whole iteration.
+            arguments: keywords of both.
+
+        Raises:
+            UnsupportedError: on all ranks, when the step could not be run again.
+            PeerError: a rank did not come in time.
+        """
+        if self._is_running:  # the schedule inside of a FullCudaGraphWrapper
+            return first(**arguments)
+        _check(self._chunks, arguments)
+        self._is_running = True
+        try:
+            return self._run(first, again, arguments)
+        finally:
+            self._is_running = False
+
+    def _run(self, first: Any, again: Any, arguments: dict[str, Any]) -> Any:
+        batches, before = Batches(arguments.get("data_iterator")), Snapshot(self._state)
+        with attempted():
+            results = first(**{**arguments, "data_iterator": batches.first()})
+        lacked = self._most_lacked(batches.problem(_readers(self._chunks)))
+        self.num_steps += 1
+        if not lacked:
+            return results
+        self.num_reruns += 1
+        self._log(lacked)
+        del results
+        for shortage in all_of(Shortage):
+            shortage.forget()
+        if not arguments.get("forward_only"):
+            self._zero_gradients()
+        before.restore()
+        with without_graphs(self._chunks):
+            return again(**{**arguments, "data_iterator": batches.again()})
+
+    def _most_lacked(self, problem: str | None) -> int:
+        """The largest word of a shortage on any rank, 0 if all rows fit.  Collective.
+
+        The ranks of an expert-parallel group know each other's words; those of other groups, such
+        as other pipeline stages and replicas, get them from here.  Waits for the device.
+        """
+        world = self._world
+        word = torch.zeros((), dtype=torch.int64, device=world.device)
+        for shortage in all_of(Shortage):
+            torch.maximum(word, shortage.words.max().to(word.device), out=word)
+        if problem is not None:
+            word.fill_(_REFUSED)
+        if world.device.type == "cuda":  # the deadline is for the others
+            torch.cuda.current_stream().synchronize()
+        options = self._options
+        world.wait(
+            lambda group: dist.all_reduce(word, dist.ReduceOp.MAX, group=group, async_op=True),
+            "the decision whether to run a step again",
+            options.timeout_s if self.num_steps else options.first_deadline_s,
+        )
+        lacked = int(word)
+        if lacked == _REFUSED:
+            raise UnsupportedError(
+                f"on_overflow={RERUN!r}: a step cannot be run again, because "
+                f"{problem or 'another rank cannot (its output has the reason)'}: give the "
+                "schedule a data iterator, which hands out each micro-batch with next(), or set "
+                "max_recv_rows='worst', with which no step has to be run again"
+            )
+        return lacked
+
+    def _zero_gradients(self) -> None:
+        """Clear all gradients as a training loop does before a step."""
+        for chunk in self._chunks:
+            buckets = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+            # Of loops that finish the reductions after the schedule.
+            if any(bucket.grad_reduce_handle is not None for bucket in buckets):
+                chunk.finish_grad_sync()
+            chunk.zero_grad_buffer()
+
+    def _log(self, lacked: int) -> None:
+        """Log the first rerun, the second, the fourth and so on, on one rank."""
+        if self._world.rank == 0 and self.num_reruns & (self.num_reruns - 1) == 0:
+            needed, had = needed_and_had(lacked)
+            get_logger().warning(
+                "step run again, in exact mode and without CUDA graphs: a rank needed %d rows and "
+                "had %d (max_recv_rows=%s). That makes %d of %d steps; a larger max_recv_rows "
+                "makes them rarer",
+                *(needed, had, self._options.max_recv_rows, self.num_reruns, self.num_steps),
+            )
+
+
+def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
+    """Refuse models whose steps cannot be run again, or were not tested.
+
+    Raises:
+        UnsupportedError: names the reason and the remedy.
+    """
+    problem = None
+    ddp_config = getattr(chunks[0], "ddp_config", None)
+    if type(arguments.get("pg_collection")).__name__ == "MultiModuleProcessGroupCollection":
+        problem = "modules with process groups of their own (MultiModuleProcessGroupCollection)"
+    elif getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        problem = (
+            "reuse_grad_buf_for_mxfp8_param_ag=True, with which zeroing gradients clears weights"
+        )
+    elif not (arguments.get("forward_only") or _has_megatrons_ddp(chunks)):
+        problem = (
+            f"a model in {type(chunks[0]).__name__}: only Megatron's DistributedDataParallel was "
+            "tested"
+        )
+    if problem is not None:
+        raise UnsupportedError(
+            f"on_overflow={RERUN!r} does not support {problem}; leave max_recv_rows and "
+            "on_overflow out, or set max_recv_rows='worst'"
+        )
+
+
+def _has_megatrons_ddp(chunks: list[Any]) -> bool:
+    from megatron.core.distributed import DistributedDataParallel
+
+    return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
+
+
+def _readers(chunks: list[Any]) -> list[bool]:
+    """For each part of the model, whether this rank has to get data for it.
+
+    That is so for the first and the last part of a pipeline, on the first tensor-parallel rank,
+    which sends the data to the others.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.get_tensor_model_parallel_rank():
+        return [False] * len(chunks)
+    ends = ("pre_process", "post_process")
+    return [any(_of_model(chunk, end, True) for end in ends) for chunk in chunks]
+
+
+def _of_model(chunk: Any, name: str, otherwise: Any = None) -> Any:
+    """An attribute of a part of the model, whatever wraps it."""
+    while getattr(chunk, name, None) is None and hasattr(chunk, "module"):
+        chunk = chunk.module
+    return getattr(chunk, name, otherwise)

@@ -1,0 +1,350 @@
+"""Steps in which rows did not fit are run again: every bit is that of a training in exact mode."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from adam_training import Training
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import IS_RANK, gathered
+from trainer import ModelCase, Results, differences
+
+import megatron_ncclep
+from megatron_ncclep.benchmark import training_model
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import RowsDroppedError, UnsupportedError
+from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
+from megatron_ncclep.ranks.group import attempted
+from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
+
+pytestmark = pytest.mark.each_release
+
+if IS_RANK:
+    from megatron.core import full_cuda_graph, rerun_state_machine
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.moe import moe_utils
+
+EXACT = EpConfig(engine="reference", experts="grouped", metrics_interval=10**6)
+RERUN = replace(EXACT, max_recv_rows="1.3x", on_overflow="rerun")
+STEPS = 9
+ROUTER = {
+    "moe_router_load_balancing_type": "global_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+DROPOUT = {"hidden_dropout": 0.1}
+CASE = ModelCase(dtype=torch.float32, options=ROUTER, sizes=DROPOUT, sequence=24)
+# No rank of the first stage has experts.
+STAGES = replace(
+    CASE,
+    sizes={**DROPOUT, "pipeline_dtype": torch.float32, "moe_layer_freq": [0, 1, 0, 1]},
+    pp=2,
+)
+WHOLE = replace(CASE, ep=4)
+NOTHING = {True: [], False: ["no expert was trained"]}
+KINDS = ("full_iteration", "local", "transformer_engine")
+
+
+class Collapsing(Training):
+    """A training in which this rank's tokens all go to the same experts in some steps.
+
+    Megatron's machine that validates results asks for each step and is told of each loss.
+    """
+
+    collapses = False
+
+    def _change(self, chunk: Any) -> None:
+        routers = [layer.mlp.router for layer in chunk.decoder.layers if is_moe(layer)]
+        if routers:
+            super()._change(chunk)
+        for router in routers:
+            router.register_forward_pre_hook(self._collapse)
+
+    def _collapse(self, module: Any, args: tuple[torch.Tensor, ...]) -> Any:
+        return (0 * args[0], *args[1:]) if self.collapses else None
+
+    def _loss(self, padding: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
+        self.machine().validate_result(losses.mean(), torch.isnan, "loss")
+        return super()._loss(padding, losses)
+
+    def machine(self) -> Any:
+        return rerun_state_machine.get_rerun_state_machine()
+
+    def run(self, results: Results, step: int) -> None:
+        """A step and an evaluation, with all that they leave behind."""
+        machine = self.machine()
+        while machine.should_run_forward_backward(None):
+            results[f"losses {step}"] = self.gradients(step)
+            calls = torch.tensor(list(machine.validation_counts.values()))
+        results[f"calls {step}"] = calls
+        self.optimizer.step()
+        machine.set_mode(rerun_state_machine.RerunMode.DISABLED)
+        results[f"evaluation {step}"] = self.evaluate(step)
+        machine.set_mode(rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+        for part, chunk in enumerate(self.chunks):
+            for name, buffer in chunk.named_buffers():
+                results[f"{name} {part} {step}"] = buffer.clone()
+        for name, value in logged().items():
+            results[f"{name} {step}"] = value
+
+    def everything(self) -> Results:
+        """Also what our metrics have counted."""
+        found = super().everything()
+        for part, chunk in enumerate(self.chunks):
+            for layer in filter(is_moe, chunk.decoder.layers):
+                found[f"{part} {layer.layer_number}"] = layer.mlp.token_dispatcher._counts.take()
+        return found
+
+
+def is_moe(layer: Any) -> bool:
+    return hasattr(layer.mlp, "router")
+
+
+def logged(ends: bool = False) -> Results:
+    """What Megatron has added up for its log, which begins again at zero."""
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        entries = moe_utils.get_moe_metrics_tracker().metrics
+        values = {name: entry.values for name, entry in entries.items()}
+    else:
+        entries = moe_utils.get_moe_layer_wise_logging_tracker()
+        values = {name: entry["values"] for name, entry in entries.items()}
+    found = {name: value.clone() for name, value in values.items()}
+    for value in values.values():
+        value.zero_()
+    if ends:  # the next model may have more layers
+        entries.clear()
+    return found
+
+
+def results_of(
+    ctx: RankContext, case: ModelCase, options: EpConfig, graphs: str = ""
+) -> tuple[Results, Any, int]:
+    """Train: all that the training leaves behind, the model's Reruns, and the number of replays."""
+    case = replace(case, options={**case.options, "ncclep": options})
+    validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.initialize_rerun_state_machine(mode=validates)
+    training = Collapsing(ctx, "ncclep", case)
+    logged(ends=True)
+    results: Results = {}
+    with in_graphs(training, graphs) as captured:
+        for step in range(STEPS):
+            training.collapses = step % 3 == 1 and training.replica < case.ep
+            training.run(results, step)
+    rerun_state_machine.destroy_rerun_state_machine()
+    reruns = getattr(training.wrapped[0], "_ncclep_reruns", None)
+    return {**results, **training.everything()}, reruns, sum(g.replays for g in captured)
+
+
+class Graph:
+    """Stands for a CUDA graph: a replay runs what was captured, in static mode whoever asks."""
+
+    run: Callable[[], Any] | None = None
+    replays = 0
+
+    def register_generator_state(self, state: Any) -> None:
+        """Random numbers of a CPU need no graph's."""
+
+    def replay(self, *args: Any, **kwargs: Any) -> Any:
+        self.replays += 1
+        with attempted():
+            return None if self.run is None else self.run(*args, **kwargs)
+
+
+class Manager(cuda_graphs.CudaGraphManager if IS_RANK else object):  # type: ignore[misc]
+    """Megatron's own graphs of a layer: the real one needs a GPU."""
+
+    def __init__(self, graph: Graph) -> None:
+        torch.nn.Module.__init__(self)
+        self.func, self.graph = None, graph
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> Any:
+        self.graph.run = partial(torch.nn.Module.__call__, module)
+        return self.graph.replay(*args, **kwargs)
+
+
+@contextmanager
+def in_graphs(training: Collapsing, kind: str) -> Iterator[list[Graph]]:
+    """Let stand-ins for CUDA graphs run the steps of a training, or its layers."""
+    graphs: list[Graph] = []
+    if kind == "full_iteration":
+        with whole_iterations(training, graphs):
+            yield graphs
+        return
+    for layer in training.chunks[0].decoder.layers if kind else ():
+        graphs.append(Graph())
+        if kind == "local":
+            layer.cudagraph_manager = Manager(graphs[-1])
+            continue
+        layer.config = copy.copy(layer.config)
+        layer.config.cuda_graph_impl = "transformer_engine"
+        graphs[-1].run = layer.forward
+        layer.cuda_graphs, layer._te_cuda_graph_replay = graphs[-1:], graphs[-1].replay
+    yield graphs
+
+
+@contextmanager
+def whole_iterations(training: Collapsing, graphs: list[Graph]) -> Iterator[None]:
+    """Let Megatron's wrapper capture the second step and the second evaluation."""
+    full, original = full_cuda_graph.FullCudaGraphWrapper, training._schedule(False)
+
+    def schedule(**arguments: Any) -> Any:
+        if capturing:
+            capturing.pop().run = partial(replayed, arguments)
+        return original(**arguments)
+
+    def replayed(arguments: dict[str, Any]) -> None:
+        stage = "validation" if arguments["forward_only"] else "training"
+        if full.result[stage] is None or len(graphs) > len(done):  # the capture was a run
+            done.append(stage)
+            return
+        batches = full_cuda_graph.StaticBufferLoader.static_buffers[stage]
+        for kept, new in zip(
+            full.result[stage],
+            original(**{**arguments, "data_iterator": iter(batches)}),
+            strict=True,
+        ):
+            kept["loss"].copy_(new["loss"])
+
+    @contextmanager
+    def capture(graph: Graph, **_: Any) -> Iterator[None]:
+        graphs.append(graph)
+        capturing.append(graph)
+        yield
+
+    capturing: list[Graph] = []
+    done: list[str] = []
+    training_model.clear_full_iteration()
+    wrapper = full(schedule, cuda_graph_warmup_steps=1)
+    stand_ins = {"CUDAGraph": Graph, "graph": capture, "graph_pool_handle": object}
+    with mock.patch.multiple(torch.cuda, **stand_ins):
+        training._schedule = lambda forward_only: wrapper
+        yield
+    training_model.clear_full_iteration()
+
+
+@pytest.mark.supports(
+    "--ncclep-on-overflow=rerun",
+    compared="losses, weights and all that steps leave behind with those of exact mode, to the bit",
+)
+@pytest.mark.parametrize(
+    ("case", "graphs"),
+    [(CASE, ""), (STAGES, ""), *((WHOLE, kind) for kind in KINDS)],
+    ids=["replicas", "stages", *KINDS],
+)
+def test_bits(ctx: RankContext, case: ModelCase, graphs: str) -> None:
+    """Losses, weights, the optimizer's state, experts' biases, sums for the log, the counts of our
+    metrics and those of Megatron's machine, where Megatron takes every path that it has.
+    """
+    expected, _, _ = results_of(ctx, case, EXACT)
+    found, reruns, replays = results_of(ctx, case, RERUN, graphs)
+    # Evaluations after such a step are collapsed too, and now and then one comes on its own.
+    assert reruns.num_steps == 2 * STEPS
+    assert 6 <= reruns.num_reruns <= 12
+    assert bool(replays) == bool(graphs)
+    trains = any("experts" in name for name in found)  # not in the first stage
+    assert (problems := differences(found, expected)) == NOTHING[trains], problems
+    assert gathered(ctx, reruns.num_reruns) == [reruns.num_reruns] * 4
+
+
+class Careless(Collapsing):
+    """A training whose rank 1 does not get its data as Megatron's loops do."""
+
+    mistake = ""
+
+    def _forward_step(self, batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+        if self.rank == 1 and self.mistake == "reads elsewhere":
+            batches = iter(self.batches(0, self.case.sequence))
+        elif self.rank == 1 and self.mistake == "changes in place":
+            batches = ({**b, "labels": b["labels"].add_(0)} for b in [next(batches)])
+        return super()._forward_step(batches, model)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ("reads elsewhere", "the forward step does not use its data iterator"),
+        ("changes in place", "a tensor of a micro-batch was changed in place after the data"),
+        ("has no DDP", "a model in GPTModel: only Megatron's DistributedDataParallel was tested"),
+    ],
+)
+def test_what_cannot_be_rerun(ctx: RankContext, mistake: str, reason: str) -> None:
+    """It ends the training on all ranks in the first step, in which all rows fit."""
+    options = {**ROUTER, "ncclep": replace(RERUN, max_recv_rows="3x")}
+    training = Careless(ctx, "ncclep", replace(WHOLE, options=options))
+    training.mistake = mistake
+    if mistake == "has no DDP":
+        training.wrapped = training.chunks
+    elif ctx.rank != 1:
+        reason = "another rank cannot"
+    with pytest.raises(UnsupportedError, match=f"on_overflow='rerun'.* {reason}.*='worst'"):
+        training._run(0, training.case.sequence, forward_only=False)
+
+
+def test_outside_of_schedules(ctx: RankContext) -> None:
+    """A layer that is called on its own has room for all rows; what a graph drops is an error."""
+    initialize(ep=4)
+    options = replace(RERUN, max_recv_rows=16)
+    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=options))
+    hidden = torch.ones(SEQUENCE, BATCH, HIDDEN)
+    layer(hidden)
+    megatron_ncclep.check()
+    assert layer.token_dispatcher.num_dropped == 0
+    Graph.replay(mock.Mock(run=layer, replays=0), hidden)
+    with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
+        megatron_ncclep.check()
+    layer.token_dispatcher.close()
+
+
+@pytest.mark.alone
+def test_state(ctx: RankContext) -> None:
+    """Everything goes back to its address: also scales of FP8, whose modules need a GPU."""
+    initialize(1)
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("steps", torch.ones(3))
+    module.register_buffer("cache", None)
+    meta = SimpleNamespace(scale=torch.ones(2), amax_history=torch.ones(4, 2))
+    module.fp8_meta = {"scaling_fwd": meta, "recipe": object()}
+    module.current_max_attn_logits = None
+    tensors = [module.steps, meta.scale, meta.amax_history]
+    snapshot = Snapshot(ModelState([module]))
+    drawn = [torch.rand(1), random.random(), numpy.random.rand()]
+    for tensor in tensors:
+        tensor.mul_(2)
+    module.steps, module.cache = torch.zeros(3), torch.zeros(3)
+    module.current_max_attn_logits = torch.zeros(3)
+    snapshot.restore()
+    assert [torch.rand(1), random.random(), numpy.random.rand()] == drawn
+    assert module.cache is module.current_max_attn_logits is None
+    assert module.steps is tensors[0]
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_a_rank_that_dies_in_a_rerun(megatron_pool: RankPool) -> None:
+    """The others raise a PeerError, as in any other step."""
+    with pytest.raises(RankError, match=r"(?s)rank 1 .*PeerError: .*rank 1") as caught:
+        megatron_pool.run(die_in_a_rerun, timeout=120)
+    assert str(caught.value).count("PeerError: rank") == 3
+
+
+def die_in_a_rerun(ctx: RankContext) -> None:
+    # Without Megatron's own collectives before the layer's, whose deadlines are not ours.
+    case = replace(WHOLE, options={"ncclep": RERUN})
+    training = Collapsing(ctx, "ncclep", case, distributed=False)
+    training.collapses = True
+    if ctx.rank == 1:
+        training.wrapped[0].zero_grad_buffer = partial(os._exit, 1)
+    training._run(0, training.case.sequence, forward_only=False)
