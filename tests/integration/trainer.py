@@ -464,7 +464,7 @@ class Training(Model):
 
     def everything(self) -> Results:
         """Parameters, and this rank's shards of the optimizer's state, by place."""
-        found = {}
+        found: dict[str, Any] = {}
         for i, (chunk, wrapped) in enumerate(zip(self.chunks, self.wrapped, strict=True)):
             wrapped.start_param_sync(force_sync=True)
             found |= {f"{i} {name}": p for name, p in chunk.named_parameters()}
