@@ -27,8 +27,11 @@ DEFAULT_TIMEOUT_S, FIRST_TIMEOUT_S = 60.0, 600.0
 # Options in which ranks may differ: how long a rank waits changes no message and no size.
 OWN_OPTIONS = ("timeout_s", "first_timeout_s")
 OPTION_PREFIX, OPTION_FLAG = "ncclep_", "--ncclep-"
-# Values of max_recv_rows other than a number of rows: room for any routing,
-WORST = "worst"
+# Values of max_recv_rows other than a number of rows: room for any routing, or for the load of the
+# last steps,
+WORST, AUTO = "worst", "auto"
+# which begins with this many thousandths of a balanced load,
+AUTO_START = 1250
 # or for a multiple of a balanced load, with at most three decimals.
 _FACTOR = re.compile(r"([0-9]{1,6})(?:\.([0-9]{1,3}))?x", re.ASCII)
 DROP, RAISE, RERUN = "drop", "raise", "rerun"
@@ -36,7 +39,9 @@ MEAN, A2SGD = "mean", "a2sgd"
 
 
 def thousandths(max_recv_rows: str) -> int | None:
-    """A factor in thousandths, 1250 for "1.25x"; None if the text is not a factor."""
+    """A factor in thousandths, 1250 for "1.25x"; the first one of "auto"; None for other texts."""
+    if max_recv_rows == AUTO:
+        return AUTO_START
     found = _FACTOR.fullmatch(max_recv_rows)
     return None if found is None else 1000 * int(found[1]) + int((found[2] or "0").ljust(3, "0"))
 
@@ -46,7 +51,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_rows_in_words(value: Any) -> bool:
-    return isinstance(value, str) and (value == WORST or bool(thousandths(value)))
+    return isinstance(value, str) and (value in (WORST, AUTO) or bool(thousandths(value)))
 
 
 def _switch(text: str) -> bool:
@@ -93,8 +98,15 @@ class EpConfig:
         None,
         envs.rows,
         "static mode: the dispatched tensor always has this many rows: a number, a factor of a "
-        "balanced load such as 1.25x, or 'worst', room for any routing; rows that do not fit are "
-        "dropped and counted (default: exactly the rows that the routing needs)",
+        "balanced load such as 1.25x, 'worst', room for any routing, or 'auto', a factor that "
+        "follows the load (with on_overflow 'rerun'); rows that do not fit are dropped and counted "
+        "(default: exactly the rows that the routing needs)",
+    )
+    max_recv_gib: float | None = _option(
+        None,
+        float,
+        "with max_recv_rows 'auto': the most GiB that the dispatched tensor of a layer may take; "
+        "steps that need more are run again (default: no limit)",
     )
     on_overflow: str = _option(
         DROP,
@@ -191,7 +203,23 @@ class EpConfig:
         if not (rows is None or _is_count(rows) or _is_rows_in_words(rows)):
             raise InputError(
                 f"max_recv_rows {rows!r}: must be a whole number from 1 to {MAX_COUNT}, a factor "
-                f"of a balanced load such as '1.25x', {WORST!r}, or left out"
+                f"of a balanced load such as '1.25x', {WORST!r}, {AUTO!r}, or left out"
+            )
+        if rows == AUTO and self.on_overflow != RERUN:
+            raise InputError(
+                f"max_recv_rows {AUTO!r} with on_overflow {self.on_overflow!r}: the limit follows "
+                f"the load, which sometimes exceeds it: set on_overflow to {RERUN!r}"
+            )
+        gib = self.max_recv_gib
+        if gib is not None and not (isinstance(gib, int | float) and 0 < gib <= MAX_COUNT):
+            raise InputError(
+                f"max_recv_gib {gib!r}: must be a number of GiB, more than 0 and at most "
+                f"{MAX_COUNT}, or left out"
+            )
+        if gib is not None and rows != AUTO:
+            raise InputError(
+                f"max_recv_gib {gib!r} with max_recv_rows {rows!r}: it limits {AUTO!r} only; leave "
+                "it out"
             )
         if not (self.num_sms is None or _is_count(self.num_sms)):
             raise InputError(

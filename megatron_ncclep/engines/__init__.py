@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import MAX_COUNT, EpConfig
+from megatron_ncclep.config import AUTO, MAX_COUNT, EpConfig
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.hierarchical import availability as hierarchical_availability
 from megatron_ncclep.engines.hierarchical.engine import CAPS as HIERARCHICAL_CAPS
@@ -44,9 +44,14 @@ class EngineEntry:
     unavailable_reason: Callable[[EpGroup, EpConfig, int | None], str | None]
 
 
-AUTO = "auto"
 # Options of Megatron's layer and its dispatcher, which concern no engine.
-_OF_THE_LAYER = ("experts", "gradient_averaging", "metrics_interval", "resync_interval")
+_OF_THE_LAYER = (
+    "experts",
+    "gradient_averaging",
+    "max_recv_gib",
+    "metrics_interval",
+    "resync_interval",
+)
 # In the order of preference of "auto".
 ENGINES: dict[str, EngineEntry] = {
     "native": EngineEntry(NATIVE_CAPS, NativeEngine, native_availability.unavailable_reason),
@@ -177,6 +182,11 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
         return (
             f"{num_experts} experts cannot be divided over {group.size} ranks: choose a number of "
             "experts that is a positive multiple of the expert-parallel size"
+        )
+    if config.max_recv_rows == AUTO:
+        return (
+            f"max_recv_rows is {AUTO!r}, which is for Megatron's layers, where it follows "
+            "the load of the last steps: give an engine a number, a factor or 'worst'"
         )
     if config.engine != AUTO:
         return _ignored_options(ENGINES[config.engine].caps, config)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from megatron_ncclep.config import DROP, RERUN, WORST, EpConfig
-from megatron_ncclep.engines import create_engine
+from megatron_ncclep.config import DROP, WORST, EpConfig
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration.rerun.engines import LayerEngines
 from megatron_ncclep.metrics import LayerCounts, count_layer
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
@@ -52,9 +51,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     those that communicate on one, the rest on the other.  `_take_over` makes passing memory
     between them safe.
 
-    With on_overflow="rerun" there are two engines.  `engine`, in static mode, is for attempts at a
-    step, which is run again if rows do not fit, and for captures; all other passes, a step that is
-    run again among them, use the one in exact mode.
+    With on_overflow="rerun" there are two engines (rerun/engines.py).  One in static mode is for
+    attempts at a step, which is run again if rows do not fit, and for captures; all other passes,
+    those of a step that is run again among them, use one in exact mode.
     """
 
     def __init__(
@@ -94,17 +93,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._num_slices: int = self.tp_group.size()
         self.group = self.ep_group if self._num_slices == 1 else self.tp_ep_group
         options = options or getattr(config, "ncclep", None)  # None: the environment's
-        self.engine = create_engine(
-            self.group, config.num_moe_experts * self._num_slices, options, self._num_slices
-        )
-        self._exact_engine: Engine | None = None
-        if self.engine.config.on_overflow == RERUN and can_drop(self.engine.config):
-            self._exact_engine = create_engine(
-                self.group,
-                self.engine.num_local_experts * self.group.size(),
-                dataclasses.replace(self.engine.config, max_recv_rows=None, on_overflow=DROP),
-                self._num_slices,
-            )
+        num_experts = config.num_moe_experts * self._num_slices
+        self.engines = LayerEngines(self.group, num_experts, options, self._num_slices)
         self._ranks = EpGroup.of(self.group)
         self._counts_on_device = counts_on_device
         self._counts_add_up = counts_add_up or not counts_on_device
@@ -116,7 +106,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             and self._router_adds_assignments
             and (problem := self._too_few_columns())
         ):
-            self.close()
+            self.engines.close()
             raise problem
         if self._num_slices > 1:
             self._require_columns_for_all_slices()
@@ -132,7 +122,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             try:
                 self._counts = count_layer(self.engine, self)
             except InputError:
-                self.close()
+                self.engines.close()
                 raise
         # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
         # only, each once.  It stays the same tensor, so that a replayed CUDA graph keeps counting.
@@ -188,7 +178,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             # Before it captures a layer, Megatron runs it with arbitrary data in its buffers.
             is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
             group.is_warmup = is_graph_capturing() and not is_captured
-            engine = self._engine_in_use()
+            engine = self.engines.in_use()
             with step_range("plan", hidden_states):
                 self._plan = engine.plan(chosen[0].topk_idx)
             if not group.is_warmup and not _is_recomputing():
@@ -197,6 +187,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                     self.num_dropped.add_(self._plan.num_dropped)
                 if self._counts is not None:
                     self._counts.count(chosen[0].topk_idx, self._plan)
+                self.engines.note_load(self._plan, hidden_states)
             self._let_shared_experts_start()
             rows, row_probs = dispatch(engine, self._plan, hidden_states, probs, chosen)
         except InputError:
@@ -226,7 +217,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             counts = plan.tokens_per_expert
         else:
             counts = plan.tokens_per_expert_on_host()
-        if self._counts_add_up and self._engine_in_use().config.max_recv_rows is not None:
+        if self._counts_add_up and self.engines.is_static():
             counts = counts.clone()
             counts[-1] = plan.num_rows - counts[:-1].sum()
         self._take_over(hidden_states, probs, counts)
@@ -244,7 +235,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         plan, self._plan = self._plan, None
         self._let_shared_experts_start()
         try:
-            out = combine(self._engine_in_use(), plan, hidden_states, self._hidden_shape)
+            out = combine(self.engines.in_use(), plan, hidden_states, self._hidden_shape)
         except InputError:
             self._finish_shared_experts(has_dispatched=True)
             raise
@@ -259,22 +250,15 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             return hidden_states
         return hidden_states + self.shared_experts.get_output()
 
-    def close(self) -> None:
-        """Close the engines.  Collective; see `Engine.close`."""
-        self.engine.close()
-        if self._exact_engine is not None:
-            self._exact_engine.close()
+    @property
+    def engine(self) -> Engine:
+        """The engine that the options ask for."""
+        return self.engines.engine
 
     def counters(self) -> list[torch.Tensor]:
         """The counters of forward passes; they go back when a step is run again."""
-        counters = [] if self.num_dropped is None else [self.num_dropped]
+        counters = [t for t in (self.num_dropped, self.engines.load) if t is not None]
         return counters if self._counts is None else [*counters, *self._counts.tensors()]
-
-    def _engine_in_use(self) -> Engine:
-        """The engine of this pass: it is the same in all of its hooks."""
-        if self._exact_engine is None or self._ranks.is_attempt or is_graph_capturing():
-            return self.engine
-        return self._exact_engine
 
     def _take_over(self, *tensors: torch.Tensor) -> None:
         """Record the tensors on this stream so the allocator does not reuse them early.
@@ -326,8 +310,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         top_k: int = self.config.moe_router_topk
         if not self._router_adds_assignments:
             return top_k
-        if self._engine_in_use() is self.engine and self._is_static:
-            # Reading the map would have to wait for the device.
+        if self.engines.is_static():  # reading the map would have to wait for the device
             if problem := self._too_few_columns():
                 raise problem
             return int(self.config.num_moe_experts)
@@ -354,7 +337,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             )
         problems = group.gather_problems(problem, "open", group.deadline_s(self.engine.config))
         if problems:
-            self.close()
+            self.engines.close()
             raise UnsupportedError(
                 f"the process groups of an MoE layer: {problems}: tp_ep must have the ranks of ep "
                 "and expt_tp, those of expt_tp next to each other, as Megatron makes it"
@@ -369,7 +352,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         top_k, caps, slices = self.config.moe_router_topk, self.engine.caps, self._num_slices
         if caps.max_top_k is None or top_k * slices <= caps.max_top_k:
             return
-        self.close()
+        self.engines.close()
         most = caps.max_top_k // top_k  # 0: too many even without slices
         smaller = f"set expert_tensor_parallel_size to {most} or less, or " if most else ""
         raise InputError(

@@ -328,9 +328,10 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
             engine.caps,
             is_static=engine.config.max_recv_rows is not None,
             host_experts=None if need_no_host(experts, config) else type(experts).__name__,
+            follows_load=dispatcher.engines.load is not None,
         )
     except UnsupportedError:
-        dispatcher.close()
+        dispatcher.engines.close()
         raise
 
 

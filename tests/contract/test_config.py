@@ -121,6 +121,16 @@ def test_overflow() -> None:
             EpConfig(on_overflow=value)
     with pytest.raises(InputError, match="on_overflow 'rerun' with gradient_averaging 'a2sgd': it"):
         EpConfig(max_recv_rows=8, on_overflow="rerun", gradient_averaging="a2sgd")
+    with pytest.raises(
+        InputError, match="max_recv_rows 'auto' with on_overflow 'raise': the limit"
+    ):
+        EpConfig(max_recv_rows="auto", on_overflow="raise")
+    with pytest.raises(
+        InputError, match="max_recv_gib 1 with max_recv_rows '2x': it limits 'auto'"
+    ):
+        EpConfig(max_recv_rows="2x", max_recv_gib=1)
+    with pytest.raises(InputError, match="max_recv_gib nan: must be a number of GiB, more than 0"):
+        EpConfig(max_recv_rows="auto", on_overflow="rerun", max_recv_gib=math.nan)
 
 
 @pytest.mark.parametrize("value", [0, 2, 16.0, "16"])

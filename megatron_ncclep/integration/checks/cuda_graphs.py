@@ -119,6 +119,7 @@ def check_captured(
     caps: EngineCaps,
     is_static: bool,
     host_experts: str | None,
+    follows_load: bool = False,
 ) -> None:
     """Refuse a graph that would hold work that needs the host.
 
@@ -128,6 +129,7 @@ def check_captured(
         caps: the engine's.
         is_static: the option max_recv_rows is set.
         host_experts: the class of the experts, if they read their numbers of rows on the host.
+        follows_load: max_recv_rows is "auto".
 
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
@@ -149,6 +151,14 @@ def check_captured(
             "the graph holds the dispatch, and without max_recv_rows the host must know how many "
             "rows come",
             f"set max_recv_rows (--ncclep-max-recv-rows), {otherwise}",
+        )
+    if follows_load and not holds_iteration(config):
+        raise _refused(
+            config,
+            "a graph of the layer would keep the limit that it was captured with, and with "
+            "max_recv_rows='auto' the limit follows the load",
+            "capture whole iterations (cuda_graph_impl='full_iteration'), set a factor, "
+            f"{otherwise}",
         )
     if host_experts is not None:
         raise _refused(

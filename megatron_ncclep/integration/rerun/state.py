@@ -30,6 +30,9 @@ class ModelState:
     histories of largest values.  Our dispatchers' counters.
 
     Which modules have any is found out once: no module gets its first one later.
+
+    Attributes:
+        engines: of all layers with our dispatcher.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
@@ -47,6 +50,7 @@ class ModelState:
         self._replaced = [(m, name) for m in modules for name in _REPLACED if hasattr(m, name)]
         dispatchers = [getattr(module, "token_dispatcher", None) for module in modules]
         self._dispatchers: list[Any] = [each for each in dispatchers if hasattr(each, "counters")]
+        self.engines = [dispatcher.engines for dispatcher in self._dispatchers]
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are changed in place; CUDA graphs know their addresses."""
@@ -57,6 +61,20 @@ class ModelState:
                 found.append(getattr(part, "amax_history", None))
         found += [counter for each in self._dispatchers for counter in each.counters()]
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    def take_loads(self) -> tuple[torch.Tensor, int] | None:
+        """The largest load of this rank since the last call, and the largest allowed one.
+
+        Returns:
+            thousandths of a balanced load, the first one int64 on the device; None if no layer on
+            this rank counts them.
+        """
+        loads = [each.load for each in self.engines if each.load is not None]
+        if not loads:
+            return None
+        largest = torch.stack(loads).max().ceil().long()
+        torch._foreach_zero_(loads)
+        return largest, min(each.most_load() for each in self.engines)
 
     def attributes(self) -> list[tuple[dict[str, Any], str]]:
         """Places of those that are replaced."""

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.config import RERUN, EpConfig
+from megatron_ncclep.config import AUTO, RERUN, EpConfig
 from megatron_ncclep.engines.overflow import Shortage, can_drop, needed_and_had
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.options.field import NAME, resolve_options
 from megatron_ncclep.integration.patching import mark_patched, unpatched
 from megatron_ncclep.integration.rerun.batches import Batches
 from megatron_ncclep.integration.rerun.graphs import without_graphs
+from megatron_ncclep.integration.rerun.limit import (
+    MOST_LOAD,
+    FollowedLimit,
+    drop_iteration_graphs,
+    holds_iteration_graph,
+)
 from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks.group import all_of, attempted
@@ -58,6 +64,7 @@ def change_full_iteration(module: Any) -> None:
         reruns = Reruns.of(kwargs)
         if reruns is None:
             return original(self, *args, **kwargs)
+        reruns.warmup_steps = self.cuda_graph_warmup_steps
         return reruns.run(functools.partial(original, self), self.forward_backward_func, kwargs)
 
     wrapper.__call__ = mark_patched(call)
@@ -74,6 +81,20 @@ def _with_reruns(schedule: Any) -> Any:
     return run
 
 
+class _Seen(NamedTuple):
+    """What any rank of a training has seen in a step.
+
+    Attributes:
+        lacked: the largest word of a `Shortage`; 0 if all rows fit.
+        load: the largest load, in thousandths of a balanced one.
+        most_load: the largest one for which each rank may have room.
+    """
+
+    lacked: int
+    load: int
+    most_load: int
+
+
 class Reruns:
     """Runs the steps of one model, and again those in which rows did not fit.
 
@@ -82,6 +103,8 @@ class Reruns:
 
     Attributes:
         num_steps, num_reruns: so far, evaluation included.
+        limit: follows the load, if the options ask for that.
+        warmup_steps: before Megatron captures the graph of an iteration.
     """
 
     def __init__(self, chunks: list[Any], options: EpConfig) -> None:
@@ -91,7 +114,8 @@ class Reruns:
         assert dist.group.WORLD is not None  # the engines have groups
         self._world = TorchGroup(dist.group.WORLD, called="the training")
         self._is_running = False
-        self.num_steps = self.num_reruns = 0
+        self.limit = FollowedLimit() if options.max_recv_rows == AUTO else None
+        self.num_steps = self.num_reruns = self.warmup_steps = 0
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Reruns | None:
@@ -139,12 +163,13 @@ class Reruns:
         batches, before = Batches(arguments.get("data_iterator")), Snapshot(self._state)
         with attempted():
             results = first(**{**arguments, "data_iterator": batches.first()})
-        lacked = self._most_lacked(batches.problem(_readers(self._chunks)))
+        seen = self._seen_by_all(batches.problem(_readers(self._chunks)))
         self.num_steps += 1
-        if not lacked:
+        if not seen.lacked:
+            self._follow(seen, is_rerun=False)
             return results
         self.num_reruns += 1
-        self._log(lacked)
+        self._log(seen.lacked)
         del results
         for shortage in all_of(Shortage):
             shortage.forget()
@@ -152,29 +177,35 @@ class Reruns:
             self._zero_gradients()
         before.restore()
         with without_graphs(self._chunks):
-            return again(**{**arguments, "data_iterator": batches.again()})
+            results = again(**{**arguments, "data_iterator": batches.again()})
+        if self.limit is not None:  # what came after a dropped row was wrong, and so were its loads
+            self._follow(self._seen_by_all(None), is_rerun=True)
+        return results
 
-    def _most_lacked(self, problem: str | None) -> int:
-        """The largest word of a shortage on any rank, 0 if all rows fit.  Collective.
+    def _seen_by_all(self, problem: str | None) -> _Seen:
+        """What any rank has seen in a step.  Collective over the ranks of the training.
 
-        The ranks of an expert-parallel group know each other's words; those of other groups, such
-        as other pipeline stages and replicas, get them from here.  Waits for the device.
+        The ranks of an expert-parallel group know each other's shortages; those of other groups,
+        such as other pipeline stages and replicas, get them from here.  Waits for the device.
         """
         world = self._world
-        word = torch.zeros((), dtype=torch.int64, device=world.device)
+        words = torch.zeros(3, dtype=torch.int64, device=world.device)
         for shortage in all_of(Shortage):
-            torch.maximum(word, shortage.words.max().to(word.device), out=word)
+            torch.maximum(words[0], shortage.words.max().to(words.device), out=words[0])
+        words[2] = -MOST_LOAD
+        if (loads := self._state.take_loads()) is not None:
+            words[1], words[2] = loads[0], -loads[1]
         if problem is not None:
-            word.fill_(_REFUSED)
+            words[0] = _REFUSED
         if world.device.type == "cuda":  # the deadline is for the others
             torch.cuda.current_stream().synchronize()
         options = self._options
         world.wait(
-            lambda group: dist.all_reduce(word, dist.ReduceOp.MAX, group=group, async_op=True),
+            lambda group: dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True),
             "the decision whether to run a step again",
             options.timeout_s if self.num_steps else options.first_deadline_s,
         )
-        lacked = int(word)
+        lacked, load, most_load = words.tolist()
         if lacked == _REFUSED:
             raise UnsupportedError(
                 f"on_overflow={RERUN!r}: a step cannot be run again, because "
@@ -182,7 +213,22 @@ class Reruns:
                 "schedule a data iterator, which hands out each micro-batch with next(), or set "
                 "max_recv_rows='worst', with which no step has to be run again"
             )
-        return lacked
+        return _Seen(lacked, load, -most_load)
+
+    def _follow(self, seen: _Seen, is_rerun: bool) -> None:
+        """Let the limit follow the load, if it does.  Collective when it changes."""
+        if self.limit is None:
+            return
+        holds_graph = holds_iteration_graph()
+        text = self.limit.after_step(seen.load, is_rerun, seen.most_load, holds_graph)
+        if text is None:
+            return
+        if self._world.rank == 0:
+            get_logger().info(text)
+        if holds_graph:
+            drop_iteration_graphs(self.warmup_steps)
+        for engines in self._state.engines:
+            engines.follow(self.limit.factor)
 
     def _zero_gradients(self) -> None:
         """Clear all gradients as a training loop does before a step."""

@@ -54,6 +54,7 @@ PARTS = ["attn", "moe_router", "moe_preprocess"]
 EXACT = EpConfig(engine="reference", experts="megatron")
 STATIC = dataclasses.replace(EXACT, max_recv_rows=64)
 CAPTURABLE = EpConfig(engine="capturable", experts="grouped", max_recv_rows=64)
+FOLLOWING = dataclasses.replace(CAPTURABLE, max_recv_rows="auto", on_overflow="rerun")
 MADE: list[ReferenceEngine] = []
 CAPACITY = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
 
@@ -167,6 +168,7 @@ def rules() -> list[Rule]:
         (local("moe"), CAPTURABLE, CAPACITY, MoETransformerLayer, None),
         (local(*PARTS), EXACT, {}, MoETransformerLayer, None),
         (te(), EXACT, {}, TransformerLayer, EXACT_MODE),
+        (te(), FOLLOWING, {}, TransformerLayer, "would keep the limit .* set a factor, or capture"),
         (te(), STATIC, {}, TransformerLayer, HOST_EXPERTS),
         (FULL_ITERATION, EXACT, {}, TransformerLayer, EXACT_MODE),
         (FULL_ITERATION, STATIC, {}, TransformerLayer, HOST_EXPERTS),

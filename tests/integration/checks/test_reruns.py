@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ import megatron_ncclep
 from megatron_ncclep.benchmark import training_model
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError, UnsupportedError
+from megatron_ncclep.integration.rerun import limit
+from megatron_ncclep.integration.rerun.limit import MOST_LOAD, FollowedLimit
 from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
 from megatron_ncclep.ranks.group import attempted
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
@@ -35,6 +38,8 @@ if IS_RANK:
     from megatron.core import full_cuda_graph, rerun_state_machine
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe import moe_utils
+
+    from megatron_ncclep.integration.rerun.engines import LayerEngines
 
 EXACT = EpConfig(engine="reference", experts="grouped", metrics_interval=10**6)
 RERUN = replace(EXACT, max_recv_rows="1.3x", on_overflow="rerun")
@@ -203,10 +208,14 @@ def whole_iterations(training: Collapsing, graphs: list[Graph]) -> Iterator[None
 
     def schedule(**arguments: Any) -> Any:
         if capturing:
-            capturing.pop().run = partial(replayed, arguments)
+            capturing.pop().run = partial(replayed, arguments, engines())
         return original(**arguments)
 
-    def replayed(arguments: dict[str, Any]) -> None:
+    def engines() -> list[Any]:
+        return [layer.mlp.token_dispatcher.engine for layer in training.chunks[0].decoder.layers]
+
+    def replayed(arguments: dict[str, Any], held: list[Any]) -> None:
+        assert held == engines(), "a graph writes to memory of engines that were closed"
         stage = "validation" if arguments["forward_only"] else "training"
         if full.result[stage] is None or len(graphs) > len(done):  # the capture was a run
             done.append(stage)
@@ -260,6 +269,82 @@ def test_bits(ctx: RankContext, case: ModelCase, graphs: str) -> None:
     assert gathered(ctx, reruns.num_reruns) == [reruns.num_reruns] * 4
 
 
+@pytest.mark.supports(
+    "--ncclep-max-recv-rows=auto",
+    "--ncclep-max-recv-gib",
+    compared="losses, weights and all that steps leave behind with those of exact mode, to the bit",
+)
+def test_bits_with_a_limit_that_follows(ctx: RankContext) -> None:
+    """Each limit has graphs of its own.  Steps whose tokens go to two ranks, twice a balanced load,
+    raise it where there is memory for that, and four others lower it.
+    """
+    expected, _, _ = results_of(ctx, WHOLE, EXACT)
+    auto = replace(RERUN, max_recv_rows="auto")
+    gib = 1.5 * 96 * 2 * HIDDEN * 4 / 2**30  # for 1.5 times a balanced load of an evaluation
+    for options, kind in ((auto, "full_iteration"), (replace(auto, max_recv_gib=gib), "")):
+        seen: list[int] = []
+        with mock.patch.object(limit, "WINDOW", 4), watched_limits(seen):
+            found, reruns, replays = results_of(ctx, WHOLE, options, kind)
+        assert (problems := differences(found, expected)) == [], problems
+        assert 3 <= reruns.num_reruns <= 12, reruns.num_reruns
+        if kind:
+            assert replays
+            assert max(seen) > 2000 > min(seen)
+        else:
+            assert seen == [1500] * 2
+        assert gathered(ctx, seen) == [seen] * 4
+
+
+@contextmanager
+def watched_limits(seen: list[int]) -> Iterator[None]:
+    """Note each limit of the engines."""
+    original = LayerEngines.follow
+
+    def follow(engines: LayerEngines, factor: int) -> None:
+        seen.append(factor)
+        original(engines, factor)
+
+    with mock.patch.object(LayerEngines, "follow", follow):
+        yield
+
+
+def test_limit() -> None:
+    """A limit is never more than 1.3 times the largest load of the last 100 steps, rows rarely do
+    not fit, and graphs are rarely captured again.
+    """
+    follower, rng, loads, changes, reruns = FollowedLimit(), random.Random(1), [], 0, 0
+    for step in range(5000):
+        spike = rng.randrange(2000) if rng.random() < 0.002 else 0
+        loads.append(int(1200 + 150 * math.sin(step / 500) + 50 * rng.random()) + spike)
+        is_rerun, before = loads[-1] > follower.factor, follower.factor
+        text = follower.after_step(loads[-1], is_rerun, MOST_LOAD, holds_graph=True)
+        assert (text is not None) == (follower.factor != before)
+        assert 1000 <= follower.factor <= 1.3 * max(loads[-100:])
+        changes, reruns = changes + (text is not None), reruns + is_rerun
+    assert changes <= 20
+    assert reruns <= 20
+
+
+def test_words_about_a_limit() -> None:
+    for holds_graph, ceiling, factor in (
+        (False, MOST_LOAD, 1840),
+        (True, MOST_LOAD, 1840),
+        (False, 1500, 1500),
+    ):
+        follower = FollowedLimit()
+        follower.after_step(1240, False, ceiling, holds_graph)
+        if holds_graph:
+            assert follower.after_step(1600, True, ceiling, holds_graph) is None
+        text = follower.after_step(1600, True, ceiling, holds_graph)
+        assert follower.factor == factor
+        assert f"room for {factor / 1000:g} times a balanced load, after 1.25: the largest" in text
+        assert ("max_recv_gib allows no more" in text) == (ceiling == 1500)
+        assert ("is captured again" in text) == holds_graph
+        texts = [follower.after_step(1200, False, ceiling, holds_graph) for _ in range(101)]
+        assert follower.factor == (1380 if ceiling == MOST_LOAD else 1500)
+        assert sum(text is not None for text in texts) == (ceiling == MOST_LOAD)
+
+
 class Careless(Collapsing):
     """A training whose rank 1 does not get its data as Megatron's loops do."""
 
@@ -306,7 +391,7 @@ def test_outside_of_schedules(ctx: RankContext) -> None:
     Graph.replay(mock.Mock(run=layer, replays=0), hidden)
     with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
         megatron_ncclep.check()
-    layer.token_dispatcher.close()
+    layer.token_dispatcher.engines.close()
 
 
 @pytest.mark.alone
