@@ -135,6 +135,7 @@ def held() -> dict[str, Any]:
     libc, process = ctypes.CDLL(None), psutil.Process()
     libc.mallinfo2.restype = Heap
     heap = libc.mallinfo2().counts
+    resident = process.memory_info()
     memory = len(re.findall(r"/memfd:ncclep|/dev/shm/", Path("/proc/self/maps").read_text()))
     found = {
         "files": Counter(files),
@@ -148,7 +149,8 @@ def held() -> dict[str, Any]:
             or issubclass(kind, torch.Tensor | torch.cuda.Event | dist.ProcessGroup)
         },
         "heap": heap[Heap.ALLOCATED] + heap[Heap.MAPPED],
-        "resident": process.memory_info().rss,
+        # Without pages of files, which come and go on a machine that is short of memory.
+        "resident": resident.rss - resident.shared,
     }
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
