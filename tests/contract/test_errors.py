@@ -123,6 +123,10 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         lambda c, e: e.plan(topk(c) + 4 * c.rank),
         "rank 1: expert index 8 of token 0, top-k slot 1, is out of range: there are 8",
     ),
+    "index too small": (
+        lambda c, e: e.plan(topk(c) - 5 * c.rank),
+        "rank 1: expert index -5 of token 0, top-k slot 0, is out of range",
+    ),
     "expert named twice": (
         lambda c, e: e.plan(twice_on(c) if c.rank else topk(c)),
         "rank 1: token 1 names expert 3 twice",
@@ -219,6 +223,11 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         lambda c, e: create(c, e, 8.0 if c.rank else 8),
         r"rank 1: num_experts is 8\.0, a float: it must be a whole number",
     ),
+    # Found before the engine is looked for, which need not be able to run.
+    "num_sms differs": (
+        lambda c, e: create(c, e, engine="native", num_sms=24 + c.rank),
+        "open: num_sms differs.*rank 0 has 24, rank 1 has 25",
+    ),
     "factor differs": (
         lambda c, e: create(c, e, max_recv_rows=("worst", "1.25x")[c.rank]),
         r"open: max_recv_rows differs.*rank 0 has worst, rank 1 has 1\.25x",
@@ -240,6 +249,10 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
     "unknown engine": (
         lambda c, e: create(c, e, engine="deepep" if c.rank else e.caps.name),
         r"rank 1: engine 'deepep' is unknown: this version has 'auto' and \[.*'refer",
+    ),
+    "option that would be ignored": (
+        lambda c, e: create(c, e, engine="reference", num_sms=24),
+        "engine 'reference' would ignore num_sms",
     ),
 }
 
