@@ -47,6 +47,7 @@ class Step:
         ranks: sizes of its pools; contract cases run with each of them.
         tests: paths, and more arguments.
         hosts: the number of hosts that the ranks appear to be on.
+        library: the package whose libnccl_ep is used (NCCLEP_NCCL_EP_LIBRARY); empty: any.
         network: what kernels' puts between hosts go over (pytest --network); empty: nothing.
         mps: ranks that share a GPU run at the same time.  Not where ranks are killed: under MPS
             that harms the others.
@@ -57,6 +58,7 @@ class Step:
     ranks: tuple[int, ...]
     tests: str
     hosts: int = 1
+    library: str = ""
     network: str = ""
     mps: bool = True
     alone: bool = False
@@ -67,7 +69,8 @@ class Step:
         grid = "+".join(map(str, self.ranks))
         if self.hosts > 1:
             grid = f"{self.hosts}x{self.ranks[-1] // self.hosts}"
-        return f"{self.engine} {grid}: {self.tests}"
+        engine = f"{self.engine} of {self.library}" if self.library else self.engine
+        return f"{engine} {grid}: {self.tests}"
 
     def command(self, report: Path) -> list[str]:
         """What runs it."""
@@ -83,6 +86,7 @@ GRAPHS = "tests/gpu/test_graphs.py tests/gpu/test_gpu_static_mode.py"
 ENGINE = f"{GRAPHS} tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_streams.py " + (
     "tests/gpu/test_gpu_route_plan.py tests/gpu/test_gpu_metrics.py"
 )
+STEPS = " ".join(f"tests/contract/test_{step}.py" for step in ("dispatch", "combine", "autograd"))
 PARTS: dict[str, list[Step]] = {
     "contract": [
         Step("native", (2, 4, 8), "tests/contract"),
@@ -91,6 +95,7 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (8,), "tests/contract", hosts=4),
         Step("reference", (4,), "tests/contract"),
         Step("nccl_ep", (2,), "tests/contract", mps=False),
+        Step("nccl_ep", (2,), STEPS, mps=False, library="transformer-engine"),
     ],
     "random": [
         Step("native", (2, 4, 8), f"{RANDOM} 1000"),
@@ -102,6 +107,8 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (4,), f"{ENGINE} tests/gpu/test_gpu_low_latency.py"),
         Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
+        Step("hierarchical", (8,), GRAPHS, hosts=2),
+        Step("hierarchical", (8,), GRAPHS, hosts=4),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py", alone=True),
         Step("native", (2,), "tests/gpu/test_large_offsets.py", alone=True),
@@ -162,6 +169,8 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
     """Run a step on `gpus` (as in CUDA_VISIBLE_DEVICES), with its output in a log in `out`."""
     log = out / f"{part}-{PARTS[part].index(step)}.log"
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": gpus}
+    if step.library:
+        environment["NCCLEP_NCCL_EP_LIBRARY"] = step.library
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
