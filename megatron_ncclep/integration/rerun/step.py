@@ -114,6 +114,9 @@ class Reruns:
         assert dist.group.WORLD is not None  # the engines have groups
         self._world = TorchGroup(dist.group.WORLD, called="the training")
         self._is_running = False
+        self._has_gradients = False  # from a step before, in Megatron's buffers
+        for chunk in chunks:
+            self._watch(chunk)
         self.limit = FollowedLimit() if options.max_recv_rows == AUTO else None
         self.num_steps = self.num_reruns = self.warmup_steps = 0
 
@@ -152,12 +155,13 @@ class Reruns:
         """
         if self._is_running:  # the schedule inside of a FullCudaGraphWrapper
             return first(**arguments)
-        _check(self._chunks, arguments)
+        _check(self._chunks, arguments, self._has_gradients)
         self._is_running = True
         try:
             return self._run(first, again, arguments)
         finally:
             self._is_running = False
+            self._has_gradients |= not arguments.get("forward_only")
 
     def _run(self, first: Any, again: Any, arguments: dict[str, Any]) -> Any:
         batches, before = Batches(arguments.get("data_iterator")), Snapshot(self._state)
@@ -230,6 +234,18 @@ class Reruns:
         for engines in self._state.engines:
             engines.follow(self.limit.factor)
 
+    def _watch(self, chunk: Any) -> None:
+        """Take note of when a training loop clears the gradients of a part of the model."""
+        original = getattr(chunk, "zero_grad_buffer", None)
+        if original is None:
+            return
+
+        def zero_grad_buffer() -> None:
+            self._has_gradients = False
+            original()
+
+        chunk.zero_grad_buffer = zero_grad_buffer
+
     def _zero_gradients(self) -> None:
         """Clear all gradients as a training loop does before a step."""
         for chunk in self._chunks:
@@ -251,7 +267,7 @@ class Reruns:
             )
 
 
-def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
+def _check(chunks: list[Any], arguments: dict[str, Any], has_gradients: bool) -> None:
     """Refuse models whose steps cannot be run again, or were not tested.
 
     Raises:
@@ -269,6 +285,12 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
         problem = (
             f"a model in {type(chunks[0]).__name__}: only Megatron's DistributedDataParallel was "
             "tested"
+        )
+    elif has_gradients and not arguments.get("forward_only"):
+        problem = (
+            "gradients of several calls of the schedule that add up: earlier ones would be cleared "
+            "with those of a step that is run again; call zero_grad_buffer() before each call, and "
+            "give one call all micro-batches"
         )
     if problem is not None:
         raise UnsupportedError(

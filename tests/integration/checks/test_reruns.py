@@ -363,6 +363,7 @@ class Careless(Collapsing):
     [
         ("reads elsewhere", "the forward step does not use its data iterator"),
         ("changes in place", "a tensor of a micro-batch was changed in place after the data"),
+        ("adds up steps", "gradients of several calls of the schedule that add up"),
         ("has no DDP", "a model in GPTModel: only Megatron's DistributedDataParallel was tested"),
     ],
 )
@@ -373,6 +374,10 @@ def test_what_cannot_be_rerun(ctx: RankContext, mistake: str, reason: str) -> No
     training.mistake = mistake
     if mistake == "has no DDP":
         training.wrapped = training.chunks
+    elif mistake == "adds up steps":
+        for _ in range(2):
+            training.gradients(0)  # clears those before
+        training.evaluate(0)
     elif ctx.rank != 1:
         reason = "another rank cannot"
     with pytest.raises(UnsupportedError, match=f"on_overflow='rerun'.* {reason}.*='worst'"):
