@@ -32,6 +32,11 @@ def held() -> dict[str, int]:
 
 
 def growth(seen: list[dict[str, int]]) -> dict[str, tuple[int, int]]:
-    """Whatever there is more of after the last model than after any of the first ones."""
-    most = {name: max(one.get(name, 0) for one in seen[:SETTLED]) for name in seen[-1]}
-    return {name: (most[name], n) for name, n in seen[-1].items() if n > most[name]}
+    """Whatever there is more of after each of the last models than after any of the first ones.
+
+    After one of them, a busy thread of autograd's may still hold what it has worked on.
+    """
+    first, last = seen[:SETTLED], seen[-SETTLED:]
+    most = {name: max(one.get(name, 0) for one in first) for name in seen[-1]}
+    least = {name: min(one.get(name, 0) for one in last) for name in seen[-1]}
+    return {name: (most[name], n) for name, n in least.items() if n > most[name]}
