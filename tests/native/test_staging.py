@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ def run(
         lambda: NcclEpLibrary(here.path, (0, 2, 0), "", interface=interface),
     )
     monkeypatch.setattr(nccl_ep_library, "jit_folders", lambda library: {})
+    # The environment is that of the process: ranks that are its threads take turns.
+    environment, turn = nccl_ep_library.environment, threading.Lock()
+
+    @contextmanager
+    def environment_in_turn(variables: dict[str, str]) -> Iterator[None]:
+        with turn, environment(variables):
+            yield
+
+    monkeypatch.setattr(nccl_ep_library, "environment", environment_in_turn)
     monkeypatch.setattr(extension, "current_stream", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
