@@ -353,7 +353,11 @@ def run_rounds(program: Path, case: Case) -> subprocess.CompletedProcess[str]:
     numbers = (case.ranks, 0, case.sequences, case.mistake)
     command = [str(program), case.kind, *map(str, numbers)]
     limit = SEQUENCE_S * case.sequences
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    # Its own: it could not start ("Bad address") while a test changes that of this process.
+    environment = dict(os.environ)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, check=False, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
