@@ -155,11 +155,14 @@ PARTS: dict[str, list[Step]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step: `counts` of tests, and why tests were left out."""
+    """The outcome of a step: `counts` of tests, and why tests were left out.
+
+    `passed` is None if the step was left out; `counts` then says why.
+    """
 
     part: str
     step: str
-    passed: bool
+    passed: bool | None
     seconds: int
     counts: str
     left_out: list[str]
@@ -171,6 +174,8 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": gpus}
     if step.library:
         environment["NCCLEP_NCCL_EP_LIBRARY"] = step.library
+        if problem := library_problem(environment):
+            return Outcome(part, step.name, None, 0, problem, [])
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -203,6 +208,17 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
         counts += f"; stopped after {limit_s} s" if status < 0 else f"; exit status {status}, {log}"
     seconds = round(time.monotonic() - start)
     return Outcome(part, step.name, status == 0, seconds, counts, left_out)
+
+
+def library_problem(environment: dict[str, str]) -> str:
+    """Why the libnccl_ep that `environment` names does not run with this NCCL; empty if it does."""
+    program = (
+        "from megatron_ncclep.libraries import nccl_ep as of; library = of.find_nccl_ep()\n"
+        "print(of.nccl_problem(library, of.nccl_in_use()) or '' if library else of.NO_LIBRARY)"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return (found.stdout or found.stderr).strip()
 
 
 def read_report(report: Path) -> tuple[str, list[str]]:
@@ -286,6 +302,9 @@ def write_summary(out: Path, outcome: Outcome) -> None:
         if found is None:
             lines.append(f"{part:9} NOT RUN      {step.name}")
             continue
+        if found.passed is None:
+            lines.append(f"{part:9} NOT RUN      {step.name}: {found.counts}")
+            continue
         result = "pass" if found.passed else "FAIL"
         lines.append(f"{part:9} {result} {found.seconds:4} s  {found.step}: {found.counts}")
         lines += [f"          NOT RUN      {reason}" for reason in found.left_out]
@@ -350,7 +369,7 @@ def main() -> int:
         with lock:  # after each step, so that the summary survives however the run ends
             print(f"{part}: {step.name}: {outcome.counts}, {outcome.seconds} s", flush=True)
             write_summary(args.out, outcome)
-        return outcome.passed
+        return outcome.passed is not False
 
     passed: list[bool] = []
     for alone, at_once in ((False, args.at_once), (True, 1)):

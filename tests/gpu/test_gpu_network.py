@@ -59,12 +59,12 @@ def test_words_reach_the_rail_peers(ctx: RankContext, hosts: int) -> None:
         assert rails.transport == "proxy"
         assert len(window.peers) == ctx.num_ranks // hosts
         before = counters(PLUGIN)
-        num_probes = 20
-        for _ in range(num_probes):
+        gathered(ctx, None)  # before any rank puts
+        for _ in range(20):
             rails.probe(window, DEADLINE_S)
         gathered(ctx, None)
         after = counters(PLUGIN)
-        puts = num_probes * (hosts - 1)
+        puts = 20 * (hosts - 1)
         moved = {name: after[name] - before[name] for name in after}
         assert moved == {"puts": puts, "bytes": 8 * puts, "bytes_in": 8 * puts, "refused": 0}
         gathered(ctx, None)

@@ -282,12 +282,13 @@ class GraphTraining(Model):
     def _change(self, chunk: Any) -> None:
         super()._change(chunk)
         for layer in chunk.decoder.layers if self.job.is_rerun else ():
-            layer.mlp.router.register_forward_pre_hook(self._collapse)
+            router = layer.mlp.router
+            router.gating = partial(self._collapsing, router.gating)
 
-    def _collapse(self, router: Any, args: tuple[Any, ...]) -> Any:
-        # Far along the first two experts' weights, which are nearly orthogonal to all others.
-        alike = 10 * router.weight[:2].detach().sum(0).to(args[0].dtype)
-        return (args[0] * self.spread + alike * (1 - self.spread), *args[1:])
+    def _collapsing(self, gating: Any, *args: Any) -> torch.Tensor:
+        logits: torch.Tensor = gating(*args)
+        first_two = torch.arange(logits.shape[-1], device=logits.device) < 2
+        return logits * self.spread + 10 * first_two * (1 - self.spread)
 
     def _in_ddp(self, chunk: Any, wrapping: Any) -> Any:
         from megatron.core.transformer.module import Float16Module

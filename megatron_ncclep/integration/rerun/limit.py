@@ -91,8 +91,20 @@ def drop_iteration_graphs(warmup_steps: int) -> None:
             wrapper.cuda_graph[stage] = wrapper.result[stage] = None
             wrapper.curr_iteration[stage] = max(0, warmup_steps - 1)
     del graph
+    _leave_pool()
     gc.collect()
     torch.cuda.empty_cache()  # a new graph cannot use an old one's memory otherwise
+
+
+def _leave_pool() -> None:
+    """Let the next graph have a new memory pool, unless another graph still uses the shared one.
+
+    PyTorch takes no new graph into a pool that none uses any more but that still holds tensors.
+    """
+    module = sys.modules["megatron.core.full_cuda_graph"]
+    optimizer = sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph")
+    if optimizer is None or optimizer.OptimizerCudaGraphWrapper.cuda_graph is None:
+        module._shared_graph_pool = None  # type: ignore[attr-defined]
 
 
 def _wrapper() -> Any:
