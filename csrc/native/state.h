@@ -49,6 +49,18 @@ enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused, kOutOfTurn
 // Each signal from one rank to another is one word, which only the sender writes.
 enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
 
+// What rail peers signal to each other over the network (device/rails.cuh), each for itself.
+enum RailSignal : int {
+  kStopPut,
+  kEntryPut,
+  kWantedPut,
+  kCountsPut,
+  kRoutesPut,
+  kRowsPut,
+  kSumsPut,
+  kNumRailSignals
+};
+
 // Routes that a rank writes into its own window for another to fetch.
 struct PairRoute {
   std::int32_t token, first_assignment;
@@ -63,10 +75,14 @@ struct Control {
   int num_ranks, num_experts;
   int max_tokens;  // a multiple of kChunk, so every array starts at a multiple of 8 bytes
   int max_top_k;
+  int num_domains = 1;  // of NVLink, each of as many ranks, one after the other (rail_layout.h)
 
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
   NCCLEP_BOTH int max_units() const { return max_tokens / kUnit; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
+  NCCLEP_BOTH int local_ranks() const { return num_ranks / num_domains; }
+  NCCLEP_BOTH int domain_of(int rank) const { return rank / local_ranks(); }
+  NCCLEP_BOTH int place_of(int rank) const { return rank % local_ranks(); }
   NCCLEP_BOTH std::size_t assignments() const {
     return static_cast<std::size_t>(max_tokens) * max_top_k;
   }
@@ -151,22 +167,23 @@ struct State {
   std::uint64_t plans;     // plans that are over
   std::uint64_t received;  // the last plan whose routes were received; 0: none in these windows
   std::uint64_t dispatches;
-  std::uint64_t entries;         // calls that were entered (device/call_barrier.cuh) and are over
-  std::uint64_t waited_ns;       // in total, for other ranks to enter this rank's calls
-  unsigned int arrived;          // at the current operation's grid barriers, all counted together
-  unsigned int leaving;          // CTAs of the current operation that are done
-  unsigned int next;             // next work item that no warp has taken (rows/work_counter.cuh)
-  unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
-  unsigned int is_bad;           // this rank's routing in the current plan
-  unsigned int staged[kPhases];  // CTAs that have staged their part of each phase
+  std::uint64_t entries;    // calls that were entered (device/call_barrier.cuh) and are over
+  std::uint64_t waited_ns;  // in total, for other ranks to enter this rank's calls
+  unsigned int arrived;     // at the current operation's grid barriers, all counted together
+  unsigned int leaving;     // CTAs of the current operation that are done
+  unsigned int next;        // next work item that no warp has taken (rows/work_counter.cuh)
+  unsigned int failed;      // kernels do no more work, and fill their outputs with NaN
+  unsigned int is_bad;      // this rank's routing in the current plan
+  std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
+  unsigned int staged[kPhases];                 // CTAs that have staged their part of each phase
 };
 
 // Passed to every kernel of a group.
 struct KernelContext {
   Control control;
   int rank;
-  char* control_of[kMaxRanks];  // control windows, by rank
-  char* rows_of[kMaxRanks];     // row windows, by rank: two halves for dispatch, then combine's
+  char* control_of[kMaxRanks];  // control windows, by rank; null for ranks of other domains
+  char* rows_of[kMaxRanks];     // row windows, likewise: two halves for dispatch, then combine's
   std::size_t dispatch_bytes;   // of one half
   State* state;
   Mailbox* mailbox;

@@ -68,7 +68,7 @@ std::vector<Arrival> DeviceCommunicator::probe(NcclWindow window,
   job.words = sent;
   job.arrivals = reinterpret_cast<Arrival*>(sent + words.size());
   cuda_check(cudaMemcpy(sent, words.data(), word_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
-  network::probe({state_->device, static_cast<ncclWindow_t>(window)}, job, 0);
+  network::probe({state_->device, {static_cast<ncclWindow_t>(window)}}, job, 0);
   cuda_check(cudaDeviceSynchronize(), "putting over the network");
   cuda_check(cudaMemcpy(arrivals.data(), job.arrivals, arrival_bytes, cudaMemcpyDeviceToHost),
              "cudaMemcpy");

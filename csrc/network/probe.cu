@@ -20,7 +20,7 @@ __global__ void probe_kernel(Rail rail, Probe job) {
   const int sent = static_cast<int>(job.round % 2) * 2 * job.num_domains;
   const int arrived = sent + job.num_domains;
   job.window[sent + peer] = job.words[peer];
-  put(rail, peer, (arrived + job.domain) * sizeof(std::uint64_t),
+  put(rail, 0, peer, (arrived + job.domain) * sizeof(std::uint64_t),
       (sent + peer) * sizeof(std::uint64_t), sizeof(std::uint64_t), job.domain);
   const std::uint64_t start = now_ns();
   std::uint64_t signals = 0;

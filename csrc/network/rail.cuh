@@ -14,23 +14,36 @@ static_assert(NCCL_VERSION_CODE >= 23007, "NCCL's headers must be those of 2.30.
 
 namespace ncclep::network {
 
+// Windows that a kernel puts into, at most.
+constexpr int kNumWindows = 2;
+
 // Passed to kernels.
 struct Rail {
   ncclDevComm device;
-  ncclWindow_t window;
+  ncclWindow_t windows[kNumWindows];
 };
 
-// Puts `num_bytes` from offset `from` of this rank's window to offset `to` of the window of the
-// rail peer in `domain`, and then counts that rank's signal `signal` up by 1.  Once it sees that,
-// this put and all earlier ones from here to there are in their places.  What is put is what this
-// thread can see now.  Called by one thread; waits without an end while NCCL's queue to that peer
-// is full (docs/network.md).
-__device__ inline void put(const Rail& rail, int domain, std::size_t to, std::size_t from,
-                           std::size_t num_bytes, int signal) {
+// Puts `num_bytes` from offset `from` of one of this rank's windows to offset `to` of the same
+// window of the rail peer in `domain`, and then counts that rank's signal `signal` up by 1, unless
+// it is kNoSignal.  Once that is seen there, this put and all earlier ones from here to there are
+// in their places.  What is put is what this thread can see now; it stays as it is until the signal
+// is seen.  Called by one thread; waits without an end while NCCL's queue to that peer is full
+// (docs/network.md).
+constexpr int kNoSignal = -1;
+__device__ inline void put(const Rail& rail, int window, int domain, std::size_t to,
+                           std::size_t from, std::size_t num_bytes, int signal) {
   fence_system();
   const ncclGin gin(rail.device, 0);
-  gin.put(ncclTeamRail(rail.device), domain, rail.window, to, rail.window, from, num_bytes,
-          ncclGin_StrongSignalInc{static_cast<ncclGinSignal_t>(signal)});
+  const ncclTeam team = ncclTeamRail(rail.device);
+  const ncclWindow_t memory = rail.windows[window];
+  const ncclGin_StrongSignalInc count{static_cast<ncclGinSignal_t>(signal)};
+  if (signal == kNoSignal) {
+    gin.put(team, domain, memory, to, memory, from, num_bytes);
+  } else if (num_bytes == 0) {
+    gin.signal(team, domain, count);
+  } else {
+    gin.put(team, domain, memory, to, memory, from, num_bytes, count);
+  }
 }
 
 // How often rail peers have counted this rank's signal up.  What they had put before is visible to

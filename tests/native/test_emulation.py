@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from build_cache import cached, run_all, version_of
+from emulation import network_mistakes
 from emulation.translate import Change, translate
 
 HERE = Path(__file__).parent / "emulation"
@@ -58,7 +59,7 @@ UNBROKEN = [
         ("experts", 5, 2), ("plans", 3, 6), ("calls", 2, 8), ("calls", 3, 6), ("failures", 1, 6),
         ("failures", 2, 10), ("failures", 4, 5), ("late", 3, 6), ("ll", 1, 6), ("ll", 2, 12),
         ("ll", 3, 8), ("ll", 5, 3), ("ll-failures", 2, 10), ("ll-failures", 4, 8),
-        ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12),
+        *network_mistakes.CASES,
     )
 ]  # fmt: skip
 
@@ -97,7 +98,7 @@ MISTAKES = {
         "dispatches", 2, "dispatch: weight"),
     "a dispatch is over before all ranks have entered it": Mistake(
         "native/rows/dispatch.cu",
-        "if (blockIdx.x == 0) compare_entries(me, Phase::kDispatch, entry, epoch);", "",
+        "if (blockIdx.x == 0) compare_entries(me, NoRails(), Phase::kDispatch, entry, epoch);", "",
         "dispatches", 4, "dispatch: "),
     "entries of two calls lie in one place": Mistake(
         "native/device/call_barrier.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
@@ -229,7 +230,8 @@ MISTAKES = {
         "native/rows/dispatch.cu", "fill_nan(job.rows, job.num_rows * job.row_bytes);", "",
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
     "a plan goes on after a failure": Mistake(
-        "native/plan/plan.cu", "«had_failed(me)») {\n    finish(me, plan,", "had_failed(me), false",
+        "native/plan/plan.cu", "«had_failed(me)») {\n    finish(me, rails, plan,",
+        "had_failed(me), false",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a dispatch goes on after a failure": Mistake(
         "native/rows/dispatch.cu",
@@ -308,16 +310,9 @@ MISTAKES = {
         "native/low_latency/operation.cuh",
         "if («sends && !is_in_turn && !now.has_failed»)", "false",
         "ll-failures", 2, "."),
-
-    # The network between domains.
-    "probe: words of two rounds lie in one place": Mistake(
-        "network/probe.cu", "«static_cast<int>(job.round % 2)» * 2", "0",
-        "probes", 2, "probe: the word"),
-    "probe: a word is taken before its signal": Mistake(
-        "network/probe.cu", "while («signals < job.round» &&", "signals + 1 < job.round",
-        "probes", 2, "probe: "),
 }
 # fmt: on
+MISTAKES |= {name: Mistake(*each) for name, each in network_mistakes.MISTAKES.items()}
 
 
 @pytest.fixture(scope="module")

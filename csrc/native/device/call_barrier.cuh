@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
 #include "native/state.h"
 
@@ -38,9 +39,46 @@ __device__ inline std::uint64_t entry_of(const KernelContext& me, std::uint64_t 
 
 // Tells every rank that this one has entered, and so has left the previous call.  Called by all
 // threads of one CTA.
-__device__ inline void enter(const KernelContext& me, std::uint64_t number) {
-  if (static_cast<int>(threadIdx.x) >= me.control.num_ranks) return;
-  store_release(entry_word(me, threadIdx.x, number, me.rank), entry_of(me, number));
+template <typename R>
+__device__ void enter(const KernelContext& me, const R& rails, std::uint64_t number) {
+  const int rank = threadIdx.x;
+  if (rank < me.control.num_ranks && is_local(me, rank)) {
+    store_release(entry_word(me, rank, number, me.rank), entry_of(me, number));
+  }
+  if constexpr (R::kAreThere) {
+    const int domain = threadIdx.x, own = me.control.domain_of(me.rank);
+    const RailLayout layout{me.control};
+    if (!has_rail_peer(me, domain)) return;
+    const std::size_t sent = layout.sent_entry() + number % 2 * 8;
+    // The same word for all of them.
+    *reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + sent) = entry_of(me, number);
+    put(me, rails, kControlWindow, domain,
+        layout.entries() + (number % 2 * layout.num_domains() + own) * 8, sent, 8, kEntryPut);
+  }
+}
+
+// Shows the entries of this rank's rail peers to the ranks of this domain.  Called by one warp.
+template <typename R>
+__device__ void pass_entries_on(const KernelContext& me, const R& rails, Phase phase,
+                                std::uint64_t number, std::uint64_t epoch) {
+  const int domain = threadIdx.x % kMaxRanks;
+  const Control& control = me.control;
+  const RailLayout layout{control};
+  if (!has_rail_peer(me, domain)) return;
+  if (!wait_for_signal(me, rails, phase, kEntryPut, domain, 1, epoch)) return;
+  const std::uint64_t entry =
+      __ldcg(reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.entries()) +
+             number % 2 * layout.num_domains() + domain);
+  for (int place = 0; place < layout.local_ranks(); ++place) {
+    const int rank = control.domain_of(me.rank) * layout.local_ranks() + place;
+    store_release(entry_word(me, rank, number, rail_peer_in(me, domain)), entry);
+  }
+}
+
+// Leaves a call: the next one has the next number.  Called by one thread of the last CTA.
+__device__ inline void leave_call(const KernelContext& me, std::uint64_t number) {
+  me.state->entries = number;
+  me.state->rail_signals[kEntryPut] += 1;
 }
 
 // Waits until `peer` has entered its call `number`, whichever call that is; returns its entry, or 0
@@ -58,8 +96,10 @@ __device__ inline std::uint64_t wait_for_entry(const KernelContext& me, Phase ph
 
 // Waits until all ranks have entered, and compares their entries.  Called by one warp of one CTA
 // before its other waits in the kernel, which would be in vain if a rank is in a different call.
-__device__ inline void compare_entries(const KernelContext& me, Phase phase, std::uint64_t number,
-                                       std::uint64_t epoch) {
+template <typename R>
+__device__ void compare_entries(const KernelContext& me, const R& rails, Phase phase,
+                                std::uint64_t number, std::uint64_t epoch) {
+  if constexpr (R::kAreThere) pass_entries_on(me, rails, phase, number, epoch);
   const int peer = threadIdx.x % kMaxRanks;
   const std::uint64_t begin = now_ns();
   if (peer < me.control.num_ranks) {

@@ -41,6 +41,11 @@ __device__ inline std::uint64_t* stop_word(const KernelContext& me, int to) {
 __device__ inline bool is_refused(const KernelContext& me, Phase phase, std::uint64_t epoch) {
   const std::uint64_t word = load_relaxed(stop_word(me, me.rank));
   if (word == 0) return false;
+  if (me.control.num_domains > 1) {  // the word may have come from a rail peer, who tells no other
+    for (int rank = 0; rank < me.control.num_ranks; ++rank) {
+      if (me.control_of[rank] != nullptr) store_relaxed(stop_word(me, rank), word);
+    }
+  }
   report_failure(me, Reason::kRefused, phase, static_cast<int>(word) - 1, epoch);
   return true;
 }

@@ -2,7 +2,8 @@
 //
 // Every CTA has a range of chunks and holds as many of them at a time as fit.  For each chunk it
 // has a bitmap over the tokens for every *column*: first one per expert (tokens with an assignment
-// for it), then one per rank (tokens with a pair on it).  Places are prefix sums over tokens: the
+// for it), then one per rank (tokens with a pair on it) and, if there are several NVLink domains,
+// one per domain (node tokens).  Places are prefix sums over tokens: the
 // population count of a bitmap inside a chunk, plus sums of such counts over the earlier chunks and
 // CTAs.  Nothing depends on the order in which threads run.
 #pragma once
@@ -13,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "native/rail_layout.h"
 #include "native/state.h"
 
 namespace ncclep::native {
@@ -20,7 +22,7 @@ namespace ncclep::native {
 constexpr int kPlanThreads = 512;
 constexpr int kWarpSize = 32;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-constexpr int kMaxColumns = kMaxExperts + kMaxRanks;
+constexpr int kMaxColumns = kMaxExperts + kMaxRanks + kMaxDomains;
 constexpr std::size_t kMaxHeldBytes = 160 * 1024;
 
 static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
@@ -28,13 +30,15 @@ static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
 // How the tokens are partitioned among the CTAs.
 struct TokenPartition {
   int num_tokens, top_k, num_experts, num_ranks;
+  int num_domains;  // 0: there is only one
   int num_ctas;     // the last one has no tokens where possible
   int per_cta;      // chunks of a CTA, at most
   int tile_chunks;  // chunks in shared memory at a time
 
   NCCLEP_BOTH int num_chunks() const { return (num_tokens + kChunk - 1) / kChunk; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
-  NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks; }
+  NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks + num_domains; }
+  NCCLEP_BOTH int column_of_domain(int domain) const { return num_experts + num_ranks + domain; }
   // CTAs with tokens; each writes its counts per column, and whether its routing is bad, to
   // scratch.
   NCCLEP_BOTH int num_parts() const { return (num_chunks() + per_cta - 1) / per_cta; }
@@ -50,7 +54,8 @@ struct TokenPartition {
 
 inline TokenPartition partition_tokens(int num_tokens, int top_k, const Control& control,
                                        int num_sms) {
-  TokenPartition partition{num_tokens, top_k, control.num_experts, control.num_ranks, 1, 1, 1};
+  TokenPartition partition{num_tokens, top_k, control.num_experts, control.num_ranks, 0, 1, 1, 1};
+  if (control.num_domains > 1) partition.num_domains = control.num_domains;
   partition.num_ctas = std::min(num_sms, partition.num_chunks() + 1);
   partition.per_cta =
       std::max(1, (partition.num_chunks() + partition.num_ctas - 1) / partition.num_ctas);
@@ -199,8 +204,14 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
       ranks |= 1u << rank;
       assignments |= 1u << k;
     }
+    std::uint32_t domains = 0;
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-      atomicOr(words + 4 * (partition.num_experts + __ffs(left) - 1), bit);
+      const int rank = __ffs(left) - 1;
+      atomicOr(words + 4 * (partition.num_experts + rank), bit);
+      if (partition.num_domains > 0) domains |= 1u << rank * partition.num_domains / num_ranks;
+    }
+    for (; domains != 0; domains &= domains - 1) {
+      atomicOr(words + 4 * partition.column_of_domain(__ffs(domains) - 1), bit);
     }
     each(first_token + i, ranks, assignments);
   }

@@ -48,13 +48,44 @@ __device__ std::uint64_t* wanted_word(char* control, const Control& layout, int 
          expert;
 }
 
-__device__ void post_wanted(const KernelContext& me, const int* total, std::uint64_t plans) {
+// Puts this rank's counts to the rail peers, and posts theirs to the ranks of this domain.
+template <typename R>
+__device__ void pass_wanted_on(const KernelContext& me, const R& rails, std::uint64_t plans,
+                               std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const int domain = threadIdx.x, locals = layout.local_ranks(), num_experts = layout.num_experts;
+  __syncthreads();
+  bool is_here = true;
+  if (has_rail_peer(me, domain)) {
+    const std::size_t row = layout.wanted() + std::size_t{8} * me.rank * num_experts;
+    put(me, rails, kControlWindow, domain, row, row, std::size_t{8} * num_experts, kWantedPut);
+    is_here = wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch);
+  }
+  if (!__syncthreads_and(is_here)) return;
+  const int own = layout.domain_of(me.rank), all = layout.num_domains * locals * num_experts;
+  for (int i = threadIdx.x; i < all; i += kPlanThreads) {
+    const int expert = i % num_experts, rank = own * locals + i / num_experts % locals;
+    const int source = rail_peer_in(me, i / num_experts / locals);
+    if (rank == me.rank || source == me.rank) continue;
+    const std::uint64_t word =
+        load_relaxed(wanted_word(me.control_of[me.rank], layout, source, expert));
+    post_numbered(wanted_word(me.control_of[rank], layout, source, expert), plans,
+                  static_cast<std::uint32_t>(word));
+  }
+}
+
+// Posts to every rank how many assignments this one has for each expert.
+template <typename R>
+__device__ void post_wanted(const KernelContext& me, const R& rails, const int* total,
+                            std::uint64_t plans, std::uint64_t epoch) {
   const Control& layout = me.control;
   for (int i = threadIdx.x; i < layout.num_ranks * layout.num_experts; i += kPlanThreads) {
     const int rank = (me.rank + i / layout.num_experts) % layout.num_ranks;
     const int expert = i % layout.num_experts;
+    if (!is_local(me, rank)) continue;
     post_numbered(wanted_word(me.control_of[rank], layout, me.rank, expert), plans, total[expert]);
   }
+  if constexpr (R::kAreThere) pass_wanted_on(me, rails, plans, epoch);
 }
 
 // Reads all ranks' counts.  False when the group has failed.
@@ -188,9 +219,10 @@ __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
       });
 }
 
-template <typename Index>
+template <typename Index, typename R>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    drop_kernel(KernelContext me, Drop job, PlanScratch scratch, TokenPartition partition) {
+    drop_kernel(KernelContext me, Drop job, PlanScratch scratch, TokenPartition partition,
+                R rails) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const ChunkTile tile(partition, memory);
@@ -202,7 +234,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
   // After a failure nothing is written: `count` of this plan will not use it.
   if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, entry);
+    if (blockIdx.x == 0) enter(me, rails, entry);
     count_part<Index>(partition, tile, job.topk_idx, shared.total, scratch.parts,
                       [](int, std::uint32_t, std::uint32_t) {});
     if (grid_barrier(me, Phase::kPlan)) {
@@ -211,11 +243,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       sum_parts(partition, scratch.parts, is_leader ? partition.num_parts() : before, shared.start,
                 shared.total);
       if (is_leader) {
-        post_wanted(me, shared.total, plans);
+        post_wanted(me, rails, shared.total, plans, epoch);
         if (threadIdx.x == 0 && shared.total[partition.num_columns()] != 0) me.state->is_bad = 1;
       }
       if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
-        compare_entries(me, Phase::kPlan, entry, epoch);
+        compare_entries(me, rails, Phase::kPlan, entry, epoch);
       }
       if (take_wanted(me, shared, plans)) {
         const bool all_fit = everything_fits(me, job, shared, room);
@@ -224,21 +256,34 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   if (leave(me) && threadIdx.x == 0) {
-    me.state->entries = entry;
+    leave_call(me, entry);
+    me.state->rail_signals[kWantedPut] += 1;
     me.state->epoch = epoch;
   }
+}
+
+template <typename R>
+void launch_drop(const KernelContext& me, const Drop& arguments, const PlanScratch& scratch,
+                 int num_sms, std::uintptr_t stream, const R& rails) {
+  const auto kernel =
+      arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
+  const TokenPartition partition =
+      partition_tokens(arguments.num_tokens, arguments.top_k, me.control, num_sms);
+  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
+                       partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
+                       scratch, partition, rails);
 }
 
 }  // namespace
 
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
-                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream) {
-  const auto kernel = arguments.is_int64 ? drop_kernel<std::int64_t> : drop_kernel<std::int32_t>;
-  const TokenPartition partition =
-      partition_tokens(arguments.num_tokens, arguments.top_k, me.control, num_sms);
-  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
-                       scratch, partition);
+                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
+                            const Rails* rails) {
+#ifdef NCCLEP_NCCL_HEADERS
+  if (rails != nullptr) return launch_drop(me, arguments, scratch, num_sms, stream, *rails);
+#endif
+  require(rails == nullptr, "compiled without NCCL's headers");
+  launch_drop(me, arguments, scratch, num_sms, stream, NoRails());
 }
 
 }  // namespace ncclep::native

@@ -24,8 +24,10 @@ struct Drop {
   std::int64_t* lacked;
 };
 
-// Queues `drop`.  Collective; `count` of the same plan must follow, on `kept`.
+// Queues `drop`.  Collective; `count` of the same plan must follow, on `kept`.  `rails` are null
+// unless there are several domains.
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
-                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream);
+                            const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
+                            const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

@@ -30,6 +30,7 @@
 #include "native/device/wait.cuh"
 #include "native/plan/chunks.cuh"
 #include "native/plan/plan.h"
+#include "native/plan/plan_rails.cuh"
 
 namespace ncclep::native {
 
@@ -54,18 +55,40 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
          (plans % 2 * layout.num_ranks + source) * (layout.num_local() + 1) + column;
 }
 
-// Posts to every rank how much it will receive from this one.
-__device__ void post_counts(const KernelContext& me, const int* total, bool is_bad,
-                            std::uint64_t plans) {
+// Posts to every rank how much it will receive from this one.  False when the group has failed.
+template <typename R>
+__device__ bool post_counts(const KernelContext& me, const R& rails, const PlanScratch& scratch,
+                            const int* total, bool is_bad, std::uint64_t plans) {
   const Control& layout = me.control;
   const int num_experts = layout.num_experts, num_local = layout.num_local();
   for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {
     const bool is_pairs = i >= num_experts;
     const int rank = is_pairs ? i - num_experts : i / num_local;
     const int column = is_pairs ? num_local : i % num_local;
-    post_numbered(count_word(me.control_of[rank], layout, plans, me.rank, column), plans,
-                  total[i] | (is_pairs && is_bad ? kBadBit : 0));
+    const std::uint32_t value = total[i] | (is_pairs && is_bad ? kBadBit : 0);
+    if constexpr (R::kAreThere) {
+      if (!is_local(me, rank)) {
+        *sent_count(me, layout.domain_of(rank), layout.place_of(rank) * (num_local + 1) + column) =
+            value;
+        continue;
+      }
+    }
+    post_numbered(count_word(me.control_of[rank], layout, plans, me.rank, column), plans, value);
   }
+  if constexpr (R::kAreThere) {
+    const int columns = num_experts + layout.num_ranks + layout.num_domains;
+    for (int i = threadIdx.x; i < columns; i += kPlanThreads) __stcg(scratch.totals + i, total[i]);
+    if (has_rail_peer(me, threadIdx.x)) {
+      *sent_count(me, threadIdx.x, RailLayout{layout}.num_counts() - 1) =
+          total[columns - layout.num_domains + threadIdx.x];
+    }
+    return exchange_counts(
+        me, rails, scratch, plans, [&](int rank, int source, int column, std::uint32_t value) {
+          post_numbered(count_word(me.control_of[rank], layout, plans, source, column), plans,
+                        value);
+        });
+  }
+  return true;
 }
 
 // Reads what this rank receives from all ranks, and writes it to the host's mailbox, the plan's
@@ -166,7 +189,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
 }
 
 // Writes the routes of this CTA's tokens for the other ranks to fetch.
-template <typename Index>
+template <typename Index, typename R>
 __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
                              const TokenPartition& partition, const ChunkTile& tile, int* start) {
   const Control& layout = me.control;
@@ -190,7 +213,10 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       assignments = warp_sum(assignments);
       if (lane == 0) {
         tile.of_rank[i] = assignments;
-        chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
+        if (!R::kAreThere || is_local(me, rank)) {
+          chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] =
+              before[num_experts + rank];
+        }
       }
       scan_tokens(tile.of_token + i * kChunk);
     }
@@ -218,8 +244,13 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       if (turn != 0) continue;
       const int column = num_experts + rank;
       const int pair = before[column] + count_before(bitmaps[column], place);
-      pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {
-          first * kChunk + token, first_assignment};
+      int name = first * kChunk + token;
+      if constexpr (R::kAreThere) {
+        const int domain = partition.column_of_domain(layout.domain_of(rank));
+        if (!is_local(me, rank)) name = before[domain] + count_before(bitmaps[domain], place);
+      }
+      pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {name,
+                                                                                first_assignment};
     }
     const int own_start = me.rank * num_local;
     for (int token = threadIdx.x; token < tokens; token += kPlanThreads) {
@@ -232,35 +263,71 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       plan.token_routes.own_assignments[first * kChunk + token] = own_assignments;
       plan.token_routes.own_first[first * kChunk + token] =
           tile.of_rank[group] + tile.of_token[group * kChunk + place];
+      if constexpr (R::kAreThere) {
+        const int chunk = token / kChunk * columns;
+        write_node_tokens(me, plan, partition, tile.bitmaps + chunk, tile.before + chunk,
+                          first * kChunk + token, place, tile.assignments + token * top_k);
+      }
     }
   });
 }
 
+// The pairs of a rank before chunks that no token or node token begins.
+template <typename R>
+__device__ void write_ends(const KernelContext& me, const PlanCount& plan,
+                           const TokenPartition& partition, const int* total) {
+  const Control& layout = me.control;
+  auto* chunk_pairs =
+      reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
+  for (int i = threadIdx.x; i < layout.num_ranks * (plan.most_chunks + 1); i += kPlanThreads) {
+    const int rank = i % layout.num_ranks, chunk = i / layout.num_ranks;
+    int tokens = partition.num_tokens;
+    if constexpr (R::kAreThere) {
+      const int column = partition.column_of_domain(layout.domain_of(rank));
+      if (!is_local(me, rank)) tokens = total[column];
+    }
+    if (chunk < (tokens + kChunk - 1) / kChunk) continue;
+    chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] = total[layout.num_experts + rank];
+  }
+}
+
 // All threads call this last.
-__device__ void finish(const KernelContext& me, const PlanCount& plan, std::uint64_t plans,
-                       std::uint64_t entry, std::uint64_t epoch) {
+template <typename R>
+__device__ void finish(const KernelContext& me, const R& rails, const PlanCount& plan,
+                       const PlanScratch& scratch, std::uint64_t plans, std::uint64_t entry,
+                       std::uint64_t epoch) {
   if (!leave(me)) return;
   const Control& layout = me.control;
+  if (threadIdx.x < layout.num_ranks && !has_failed(me) &&
+      (!R::kAreThere || is_local(me, threadIdx.x))) {
+    store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank), plans);
+  }
+  if constexpr (R::kAreThere) {
+    if (!had_failed(me)) exchange_routes(me, rails, plan, scratch, plans);
+    if (threadIdx.x == 0) {
+      me.state->rail_signals[kCountsPut] += 1;
+      me.state->rail_signals[kRoutesPut] += 1;
+    }
+  }
   if (has_failed(me)) {
     // No rank gets rows; dispatch and combine with this plan produce NaN.
     for (int local = threadIdx.x; local < layout.num_local(); local += kPlanThreads) {
       plan.tokens_per_expert[local] = plan.routed_per_expert[local] = 0;
     }
     if (threadIdx.x == 0) *plan.num_dropped = 0;
-  } else if (threadIdx.x < layout.num_ranks) {
-    store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank), plans);
   }
   if (threadIdx.x == 0) {
     me.state->is_bad = 0;
     me.state->plans = plans;
-    if (me.call != 0) me.state->entries = entry;
+    if (me.call != 0) leave_call(me, entry);
     me.state->epoch = epoch;
   }
 }
 
-template <typename Index>
+template <typename Index, typename R>
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, TokenPartition partition) {
+    count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, TokenPartition partition,
+                 R rails) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const Control& layout = me.control;
@@ -269,21 +336,21 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
 
   if (had_failed(me)) {
-    finish(me, plan, plans, entry, epoch);
+    finish(me, rails, plan, scratch, plans, entry, epoch);
     return;
   }
-  if (blockIdx.x == 0 && me.call != 0) enter(me, entry);
+  if (blockIdx.x == 0 && me.call != 0) enter(me, rails, entry);
   count_part<Index>(partition, tile, plan.topk_idx, shared.total, scratch.parts,
                     [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
                       plan.token_routes.token_ranks[token] = ranks;
                       plan.token_routes.token_assignments[token] = assignments;
                     });
   if (!grid_barrier(me, Phase::kPlan)) {
-    finish(me, plan, plans, entry, epoch);
+    finish(me, rails, plan, scratch, plans, entry, epoch);
     return;
   }
   if (blockIdx.x == 0 && threadIdx.x < kWarpSize && me.call != 0) {
-    compare_entries(me, Phase::kPlan, entry, epoch);
+    compare_entries(me, rails, Phase::kPlan, entry, epoch);
   }
   // The CTA with the fewest tokens, possibly none, communicates with the other ranks.
   const bool is_leader = blockIdx.x == gridDim.x - 1;
@@ -292,43 +359,52 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
             shared.total);
   if (is_leader) {
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
-    post_counts(me, shared.total, was_bad || shared.total[partition.num_columns()] != 0, plans);
-    take_counts(me, plan, scratch, shared, plans);
+    const bool is_bad = was_bad || shared.total[partition.num_columns()] != 0;
+    if (post_counts(me, rails, scratch, shared.total, is_bad, plans)) {
+      take_counts(me, plan, scratch, shared, plans);
+    }
   }
   bool is_free = true;
-  if (threadIdx.x < layout.num_ranks) {
+  if (R::kAreThere && threadIdx.x < layout.num_ranks && !is_local(me, threadIdx.x)) {
+    // Whose counts of this plan are here has received the routes of the last one.
+    const std::uint64_t* word =
+        count_word(me.control_of[me.rank], layout, plans, threadIdx.x, layout.num_local());
+    is_free = wait_for_numbered(me, Phase::kRoutes, threadIdx.x, word, plans) >= 0;
+  } else if (threadIdx.x < layout.num_ranks) {
     is_free = wait_for(me, Phase::kRoutes, threadIdx.x,
                        signal_word(me.control_of[me.rank], layout, kReceived, threadIdx.x),
                        *static_cast<volatile std::uint64_t*>(&me.state->received));
   }
   if (__syncthreads_and(is_free)) {
-    if (is_leader) {
-      const int ends = plan.most_chunks + 1 - partition.num_chunks();
-      auto* chunk_pairs =
-          reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
-      for (int i = threadIdx.x; i < layout.num_ranks * ends; i += kPlanThreads) {
-        const int rank = i / ends, chunk = partition.num_chunks() + i % ends;
-        chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] =
-            shared.total[layout.num_experts + rank];
-      }
-    }
-    write_routes<Index>(me, plan, partition, tile, shared.start);
+    if (is_leader) write_ends<R>(me, plan, partition, shared.total);
+    write_routes<Index, R>(me, plan, partition, tile, shared.start);
   }
-  finish(me, plan, plans, entry, epoch);
+  finish(me, rails, plan, scratch, plans, entry, epoch);
 }
 
-}  // namespace
-
-void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
-                int num_sms, std::uintptr_t stream) {
-  const auto kernel = arguments.is_int64 ? count_kernel<std::int64_t> : count_kernel<std::int32_t>;
+template <typename R>
+void launch_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
+                  int num_sms, std::uintptr_t stream, const R& rails) {
+  const auto kernel =
+      arguments.is_int64 ? count_kernel<std::int64_t, R> : count_kernel<std::int32_t, R>;
   const int num_tokens = arguments.num_tokens;
   require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
   const TokenPartition partition =
       partition_tokens(num_tokens, arguments.top_k, me.control, num_sms);
   launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
                        partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
-                       scratch, partition);
+                       scratch, partition, rails);
+}
+
+}  // namespace
+
+void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
+                int num_sms, std::uintptr_t stream, const Rails* rails) {
+#ifdef NCCLEP_NCCL_HEADERS
+  if (rails != nullptr) return launch_count(me, arguments, scratch, num_sms, stream, *rails);
+#endif
+  require(rails == nullptr, "compiled without NCCL's headers");
+  launch_count(me, arguments, scratch, num_sms, stream, NoRails());
 }
 
 }  // namespace ncclep::native

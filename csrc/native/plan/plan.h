@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "native/rail_layout.h"
 #include "native/state.h"
 
 namespace ncclep::native {
@@ -65,24 +66,68 @@ struct ReceivedRoutes {
   }
 };
 
+// What a plan has for the other NVLink domains; null where there is one (rail_layout.h).  T tokens
+// of this rank, S of any rank.
+struct RailRoutes {
+  std::int32_t* num_sent;           // [D]: this rank's node tokens for each domain
+  std::int32_t* node_of;            // [D, T]: a token's index among them; -1: it is none
+  std::int32_t* token_of;           // [D, T]: the tokens with these indices
+  std::uint32_t* sent_assignments;  // [D, T]: a token's assignments in the domain, one bit each
+  // Of the node tokens that rail peers have for this domain:
+  std::int32_t* num_here;   // [D]
+  std::uint32_t* ranks_of;  // [D, S]: ranks that have rows of it, one bit for each place
+  std::int32_t* own_pair;   // [D, S]: its pair on this rank, if it has one
+  int num_tokens = 0, most_tokens = 0;
+
+  // All of them in `memory`, int32 [size(...)].
+  static RailRoutes in(std::int32_t* memory, int num_domains, int num_tokens, int most_tokens) {
+    const std::int64_t mine = std::int64_t{num_domains} * num_tokens,
+                       here = std::int64_t{num_domains} * most_tokens;
+    RailRoutes parts;
+    parts.num_sent = memory;
+    parts.node_of = parts.num_sent + num_domains;
+    parts.token_of = parts.node_of + mine;
+    parts.sent_assignments = reinterpret_cast<std::uint32_t*>(parts.token_of + mine);
+    parts.num_here = parts.token_of + 2 * mine;
+    parts.ranks_of = reinterpret_cast<std::uint32_t*>(parts.num_here + num_domains);
+    parts.own_pair = parts.num_here + num_domains + here;
+    parts.num_tokens = num_tokens;
+    parts.most_tokens = most_tokens;
+    return parts;
+  }
+  static std::int64_t size(int num_domains, int num_tokens, int most_tokens) {
+    return std::int64_t{num_domains} * (2 + 3 * num_tokens + 2 * most_tokens);
+  }
+};
+
 // Scratch of a plan, from its first kernel to its last.  Plans of a group run one after the other
 // and share it.
 struct PlanScratch {
-  std::int32_t* parts;       // [CTAs, E + R + 1]: each CTA's counts
+  std::int32_t* parts;       // [CTAs, columns + 1]: each CTA's counts (chunks.cuh)
   std::int32_t* start;       // [R, experts of this rank]: slot of each source's first assignment
   std::int32_t* first_pair;  // [R + 1]
   std::int32_t* first_assignment;  // [R + 1]
   std::int32_t* is_refused;        // [1]: some rank's routing is bad; the host knows and will raise
+  std::int32_t* totals;            // [columns + 1]: of this rank; with several domains only
+  std::int32_t* num_here;          // [D]: as in RailRoutes
 
   PlanScratch(std::int32_t* memory, const Control& control, int max_ctas)
       : parts(memory),
-        start(parts + max_ctas * (control.num_experts + control.num_ranks + 1)),
+        start(parts + max_ctas * part_size(control)),
         first_pair(start + control.num_experts),
         first_assignment(first_pair + control.num_ranks + 1),
-        is_refused(first_assignment + control.num_ranks + 1) {}
+        is_refused(first_assignment + control.num_ranks + 1),
+        totals(is_refused + 1),
+        num_here(totals + part_size(control)) {}
   static std::int64_t size(const Control& control, int max_ctas) {
     const int experts = control.num_experts, ranks = control.num_ranks;
-    return max_ctas * (experts + ranks + 1) + experts + 2 * (ranks + 1) + 1;
+    return (max_ctas + 1) * part_size(control) + experts + 2 * (ranks + 1) + 1 +
+           control.num_domains;
+  }
+
+ private:
+  static std::int64_t part_size(const Control& control) {
+    return control.num_experts + control.num_ranks + control.num_domains + 1;
   }
 };
 
@@ -99,15 +144,16 @@ struct PlanCount {
   std::int64_t* routed_per_expert;  // [experts of this rank]
   std::int64_t* num_dropped;        // [1]
   TokenRoutes token_routes;
+  RailRoutes rail_routes{};  // with several domains
 };
 
-// Queues `count`.  Collective.
+// Queues `count`.  Collective.  `rails` are null unless there are several domains.
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
-                int num_sms, std::uintptr_t stream);
+                int num_sms, std::uintptr_t stream, const Rails* rails = nullptr);
 
 // Queues `receive`, with the scratch of `count`.  It does nothing when the memory is too small (it
 // can then be queued again with more), or when the plan is refused, which is the case on all ranks.
 void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t stream);
+                  int num_sms, std::uintptr_t stream, const RailRoutes& rail_routes = {});
 
 }  // namespace ncclep::native

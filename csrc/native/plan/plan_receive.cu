@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/cuda.h"
+#include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
 #include "native/plan/chunks.cuh"
 #include "native/plan/plan.h"
@@ -21,20 +22,31 @@ struct Part {
 
 // Copies what `source` wrote for this rank.  Called by `threads` threads, of which this is
 // `thread`.
-__device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes, const Part& part,
+__device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
+                      const RailRoutes& rails, const PlanScratch& scratch, const Part& part,
                       int source, const int* start, int thread, int threads) {
   const Control& layout = me.control;
-  const char* window = me.control_of[source];
+  // A source of another domain has put them into its rail peer's window.
+  const bool is_local = native::is_local(me, source), is_mine = host_of(me, source) == me.rank;
+  const int domain = layout.domain_of(source);
+  const char* window = me.control_of[host_of(me, source)];
+  const RailLayout put{layout};
+  const std::size_t row =
+      is_local ? me.rank : domain * layout.local_ranks() + layout.place_of(me.rank);
   const int first_pair = part.first_pair, num_pairs = part.end_pair - first_pair;
   const int first_assignment = part.first_assignment,
             num_assignments = part.end_assignment - first_assignment;
   const int num_chunks = routes.num_chunks + 1;
-  const auto* assignments = reinterpret_cast<const uint2*>(window + layout.assignment_routes()) +
-                            me.rank * layout.assignments();
-  const auto* pairs = reinterpret_cast<const uint2*>(window + layout.pair_routes()) +
-                      static_cast<std::size_t>(me.rank) * layout.max_tokens;
-  const auto* chunk_pairs = reinterpret_cast<const std::int32_t*>(window + layout.chunk_pairs()) +
-                            me.rank * (layout.max_chunks() + 1);
+  const auto* assignments =
+      reinterpret_cast<const uint2*>(
+          window + (is_local ? layout.assignment_routes() : put.assignment_routes())) +
+      row * layout.assignments();
+  const auto* pairs = reinterpret_cast<const uint2*>(
+                          window + (is_local ? layout.pair_routes() : put.pair_routes())) +
+                      row * layout.max_tokens;
+  const auto* chunk_pairs = reinterpret_cast<const std::int32_t*>(
+                                window + (is_local ? layout.chunk_pairs() : put.chunk_pairs())) +
+                            row * (layout.max_chunks() + 1);
   // All loads of a thread's turn are in flight at once; usually one turn is enough.
   constexpr int kAssignments = 8, kPairs = 4;
   for (int turn = 0; turn * kAssignments * threads < num_assignments ||
@@ -68,14 +80,25 @@ __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes, con
       if (i >= num_pairs) break;
       routes.pair_token[first_pair + i] = pair[u].x;
       routes.pair_first[first_pair + i] = first_assignment + pair[u].y;
+      if (is_mine && !is_local) {
+        rails.own_pair[std::int64_t{domain} * rails.most_tokens + pair[u].x] = first_pair + i;
+      }
     }
     if (chunk < num_chunks)
       routes.chunk_pair[source * num_chunks + chunk] = first_pair + chunk_pair;
   }
+  if (!is_mine || is_local) return;
+  const auto* ranks = reinterpret_cast<const std::uint32_t*>(window + put.token_ranks()) +
+                      static_cast<std::size_t>(domain) * layout.max_tokens;
+  const int num_here = scratch.num_here[domain];
+  if (thread == 0) rails.num_here[domain] = num_here;
+  for (int node = thread; node < num_here; node += threads) {
+    rails.ranks_of[std::int64_t{domain} * rails.most_tokens + node] = __ldcv(ranks + node);
+  }
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    receive_kernel(KernelContext me, ReceivedRoutes routes, PlanScratch scratch) {
+    receive_kernel(KernelContext me, ReceivedRoutes routes, PlanScratch scratch, RailRoutes rails) {
   __shared__ int start[kMaxExperts];
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
@@ -112,7 +135,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
           !has_failed(me);
     }
     if (!__syncthreads_and(is_here)) break;
-    fetch(me, routes, part, source, start,
+    fetch(me, routes, rails, scratch, part, source, start,
           static_cast<int>(blockIdx.x) / num_ranks * kPlanThreads + threadIdx.x,
           ctas * kPlanThreads);
     __syncthreads();
@@ -124,7 +147,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   if (leave(me)) {
-    if (threadIdx.x < num_ranks && !has_failed(me)) {
+    if (threadIdx.x < num_ranks && is_local(me, threadIdx.x) && !has_failed(me)) {
       store_release(signal_word(me.control_of[threadIdx.x], layout, kReceived, me.rank), plans);
     }
     if (threadIdx.x == 0) {
@@ -137,9 +160,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 }  // namespace
 
 void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t stream) {
-  receive_kernel<<<num_sms, kPlanThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, routes,
-                                                                                       scratch);
+                  int num_sms, std::uintptr_t stream, const RailRoutes& rail_routes) {
+  receive_kernel<<<num_sms, kPlanThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
+      me, routes, scratch, rail_routes);
   cuda_check(cudaGetLastError(), "launching the second part of plan");
 }
 

@@ -220,7 +220,7 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
     }
   }
   if (threadIdx.x == 0) {
-    me.state->entries = entry;
+    leave_call(me, entry);
     me.state->epoch = epoch;
   }
 }
@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     return;
   }
   if (cta == 0) {
-    enter(me, entry);
-    if (warp == 0) compare_entries(me, Phase::kCombine, entry, epoch);
+    enter(me, NoRails(), entry);
+    if (warp == 0) compare_entries(me, NoRails(), Phase::kCombine, entry, epoch);
   }
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
   if (cta < split.adding) {

@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
   if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, entry);
+    if (blockIdx.x == 0) enter(me, NoRails(), entry);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       zero_padding(me, job, split.staging);
     }
     if (warp == 0) {
-      if (blockIdx.x == 0) compare_entries(me, Phase::kDispatch, entry, epoch);
+      if (blockIdx.x == 0) compare_entries(me, NoRails(), Phase::kDispatch, entry, epoch);
       const auto flag = [&](int source, int phase) {
         return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
                                                       me.control.staged()) +
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
-    me.state->entries = entry;
+    leave_call(me, entry);
     me.state->epoch = epoch;
   }
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "native/device/rails.cuh"
 #include "network/probe.h"
 #include "network/rail.cuh"
 #include "sequence.h"
@@ -27,7 +28,7 @@ class Probes : public Sequence {
         network_(ranks, local_, domains) {
     for (int rank = 0; rank < ranks; ++rank) {
       Memory& window = windows_.emplace_back(kWindowBytes, kGarbage);
-      network_.set_window(rank, window.data<char>(), kWindowBytes);
+      network_.add_window(rank, window.data<char>(), kWindowBytes);
     }
   }
 
@@ -66,10 +67,43 @@ class Probes : public Sequence {
 
 }  // namespace
 
-std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts) {
+int draw_domains(int ranks) {
   std::vector<int> domains;
   for (int number = 2; number <= ranks; ++number) {
     if (ranks % number == 0) domains.push_back(number);
   }
-  return std::make_unique<Probes>(ranks, domains[emu::draw(domains.size())], starts);
+  return domains[emu::draw(domains.size())];
+}
+
+std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts) {
+  return std::make_unique<Probes>(ranks, draw_domains(ranks), starts);
+}
+
+// --- groups of several domains -------------------------------------------------------------------
+
+struct Wires {
+  emu::Network network;
+  std::vector<ncclep::native::Rails> rails;
+};
+
+void EndWires::operator()(Wires* wires) const { delete wires; }
+
+void Sequence::make_wires() {
+  const int num_signals = ncclep::native::kNumRailSignals * sizes.domains;
+  wires_.reset(new Wires{{sizes.ranks, sizes.ranks / sizes.domains, num_signals}, {}});
+  for (int rank = 0; rank < sizes.ranks; ++rank) {
+    for (auto* windows : {&control_, &rows_}) {
+      Memory& window = (*windows)[rank];
+      wires_->network.add_window(rank, window.data<char>(), window.num_bytes());
+    }
+    wires_->rails.push_back({{&wires_->network, rank}});
+  }
+}
+
+void Sequence::let_everything_arrive() {
+  while (!wires_->network.is_at_rest()) wires_->network.get_further();
+}
+
+const ncclep::native::Rails* Sequence::rails(int rank) {
+  return wires_ == nullptr ? nullptr : &wires_->rails[rank];
 }

@@ -67,12 +67,13 @@ void Rows::plan(int rank, int number) {
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
     drop.num_wanted = job.num_dropped;
-    launch(rank, [&] { drop_what_does_not_fit(me, drop, parts, sms, rank); });
+    launch(rank, [&] { drop_what_does_not_fit(me, drop, parts, sms, rank, rails(rank)); });
     me.call = 0;  // the first kernel has compared it
     job.topk_idx = drop.kept;
     job.is_int64 = false;
   }
-  launch(rank, [&] { plan_count(me, job, parts, sms, rank); });
+  if (sizes.domains > 1) put_rail_routes(plan, routing, rank, &job);
+  launch(rank, [&] { plan_count(me, job, parts, sms, rank, rails(rank)); });
   // The host would raise; or, if it need not wait, go on.
   const bool has_counted = !has_failed(rank);
   if (!has_counted) {
@@ -92,7 +93,10 @@ void Rows::plan(int rank, int number) {
   }
   receive(plan, routing, rank, most_pairs, most_assignments, parts, sms);
   plan.is_made = !routing.is_refused();
-  if (plan.is_made && !has_failed(rank)) check_routes(plan, routing, rank);
+  if (plan.is_made && !has_failed(rank)) {
+    check_routes(plan, routing, rank);
+    if (sizes.domains > 1) check_rail_routes(plan, routing, rank);
+  }
   if (has_counted) check_counts(plan, routing, rank);
 }
 
@@ -102,7 +106,8 @@ void Rows::receive(Plan& plan, const Routing& routing, int rank, std::int64_t pa
   plan.routes.emplace(4 * ReceivedRoutes::size(sizes.ranks, chunks, pairs, assignments), kGarbage);
   plan.received = ReceivedRoutes::in(plan.routes->data<std::int32_t>(), sizes.ranks, chunks, pairs,
                                      assignments);
-  launch(rank, [&] { plan_receive(context(rank), plan.received, scratch, sms, rank); });
+  launch(rank,
+         [&] { plan_receive(context(rank), plan.received, scratch, sms, rank, plan.rail_routes); });
 }
 
 void Rows::check_mailbox(const Routing& routing, int rank) {
@@ -145,10 +150,10 @@ void Rows::check_routes(const Plan& plan, const Routing& routing, int rank) {
       ++num_assignments;
     }
     if (num_assignments == first) continue;
-    require(routes.pair_token[num_pairs] == pair.token && routes.pair_first[num_pairs] == first,
+    require(routes.pair_token[num_pairs] == pair.name && routes.pair_first[num_pairs] == first,
             "plan: pair ", num_pairs, " on rank ", rank, ", of rank ", pair.source);
     ++num_pairs;
-    ++before[pair.source][pair.token / kChunk + 1];
+    ++before[pair.source][pair.name / kChunk + 1];
   }
   require(routes.first_pair[sizes.ranks] == num_pairs &&
               routes.pair_first[num_pairs] == num_assignments,

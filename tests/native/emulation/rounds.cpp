@@ -20,6 +20,7 @@
 #include <string>
 
 #include "native/device/refusal.h"
+#include "native/rail_layout.h"
 #include "sequence.h"
 
 using namespace ncclep::native;
@@ -34,10 +35,10 @@ Sequence::Sequence(const Sizes& drawn)
       mailboxes(drawn.ranks),
       deadlines_ns(drawn.ranks, emu::kJump / 2) {
   shared_.control = {sizes.ranks, sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
-                     sizes.max_top_k};
+                     sizes.max_top_k, sizes.domains};
   shared_.dispatch_bytes = std::size_t{1} * sizes.max_row_bytes * shared_.control.max_tokens;
   for (int rank = 0; rank < sizes.ranks; ++rank) {
-    Memory& control = control_.emplace_back(shared_.control.num_bytes(), 0);
+    Memory& control = control_.emplace_back(RailLayout{shared_.control}.end(), 0);
     Memory& rows = rows_.emplace_back(shared_.dispatch_bytes * (2 + sizes.ranks), kGarbage);
     shared_.control_of[rank] = control.data<char>();
     shared_.rows_of[rank] = rows.data<char>();
@@ -50,6 +51,7 @@ Sequence::Sequence(const Sizes& drawn)
     emu::add_memory(&state, sizeof(State));
     std::memset(static_cast<void*>(&mailboxes[rank]), 0, sizeof(Mailbox));
   }
+  if (sizes.domains > 1) make_wires();
 }
 
 Sequence::~Sequence() {
@@ -57,6 +59,7 @@ Sequence::~Sequence() {
 }
 
 Bytes Sequence::windows_but_of(int rank) {
+  if (wires_ != nullptr) let_everything_arrive();
   Bytes copies;
   for (int other = 0; other < sizes.ranks; ++other) {
     if (other == rank) continue;
@@ -76,6 +79,10 @@ void Sequence::require_at_rest() {
 KernelContext Sequence::context(int rank, std::uint64_t call) {
   KernelContext me = shared_;
   me.rank = rank;
+  for (int other = 0; other < sizes.ranks; ++other) {
+    if (sizes.domain_of(other) == sizes.domain_of(rank)) continue;
+    me.control_of[other] = me.rows_of[other] = nullptr;
+  }
   me.state = &states[rank];
   me.mailbox = &mailboxes[rank];
   me.deadline_ns = deadlines_ns[rank];
@@ -90,7 +97,7 @@ void Sequence::launch(int rank, const std::function<void()>& queue) {
 }
 
 void Sequence::refuse(int rank) {
-  ncclep::native::refuse(context(rank), Phase::kDispatch, rank);
+  ncclep::native::refuse(context(rank), Phase::kDispatch, rank, rails(rank));
   emu::synchronize(rank);
 }
 

@@ -24,7 +24,9 @@ struct Starts {
 struct Sizes {
   int ranks, local, max_tokens, max_top_k, max_row_bytes;
   Starts starts;
+  int domains = 1;
   int experts() const { return ranks * local; }
+  int domain_of(int rank) const { return rank * domains / ranks; }
 };
 
 struct Assignment {
@@ -35,7 +37,13 @@ struct Assignment {
 struct Pair {
   int source, token;
   int place;  // among the source's pairs on that rank
+  int name;   // how that rank knows the token: as node token in another domain
   std::vector<Assignment> assignments;
+
+  int num_rows() const {
+    return static_cast<int>(
+        std::count_if(assignments.begin(), assignments.end(), [](auto& a) { return a.slot >= 0; }));
+  }
 };
 
 struct Routing {
@@ -83,7 +91,7 @@ inline void find_pairs(const Sizes& sizes, Routing& routing) {
         if (assignments.empty()) continue;
         std::sort(assignments.begin(), assignments.end(),
                   [](const Assignment& a, const Assignment& b) { return a.expert < b.expert; });
-        routing.pairs[rank].push_back({source, token, places[rank]++, assignments});
+        routing.pairs[rank].push_back({source, token, places[rank]++, token, assignments});
       }
     }
   }
@@ -125,6 +133,9 @@ inline void find_slots(const Sizes& sizes, Routing& routing) {
     }
   }
 }
+
+// network_plan.cpp
+void name_node_tokens(const Sizes& sizes, Routing& routing);
 
 // Draws a routing in which `bad` of 1000 assignments are invalid.  With `columns` the indices have
 // that many columns for each token, and there is no limit.
@@ -171,5 +182,6 @@ inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
     routing.may_drop = emu::between(0, 1) == 0;
     for (const int dropped : routing.num_dropped) routing.may_drop |= dropped > 0;
   }
+  name_node_tokens(sizes, routing);
   return routing;
 }

@@ -13,7 +13,7 @@ using emu::one_of;
 
 namespace {
 
-Sizes draw_sizes(const std::string& kind, int ranks, const Starts& starts) {
+Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& starts) {
   Sizes sizes{};
   sizes.ranks = ranks;
   sizes.starts = starts;
@@ -44,6 +44,7 @@ Sizes draw_sizes(const std::string& kind, int ranks, const Starts& starts) {
     sizes.max_row_bytes = 16 * one_of({4, 65});
   }
   sizes.max_top_k = std::min(sizes.experts(), sizes.max_top_k);
+  sizes.domains = domains;
   return sizes;
 }
 
@@ -68,8 +69,11 @@ void require_nan(Memory& memory, const char* what, int rank) {
 
 }  // namespace
 
-std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const Starts& starts) {
-  return std::make_unique<Rows>(kind, draw_sizes(kind, ranks, starts));
+std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const Starts& starts) {
+  const bool has_rails = name.rfind("rails-", 0) == 0;
+  const std::string kind = has_rails ? name.substr(6) : name;
+  const int domains = has_rails ? draw_domains(ranks) : 1;
+  return std::make_unique<Rows>(kind, draw_sizes(kind, ranks, domains, starts));
 }
 
 Rows::Rows(const std::string& kind, const Sizes& drawn)
@@ -91,7 +95,7 @@ void Rows::draw_steps(const std::string& kind, int number) {
   std::vector<int> plans;  // those that can be used
   while (num_steps() < number) {
     Step step{};
-    const int what = plans.empty() ? 0 : between(0, 9);
+    const int what = plans.empty() || sizes.domains > 1 ? 0 : between(0, 9);
     step.kind = what < shares.plans                       ? Step::kPlan
                 : what < shares.plans + shares.dispatches ? Step::kDispatch
                                                           : Step::kCombine;
@@ -270,7 +274,10 @@ bool Rows::is_agreed(int step) const {
 }
 
 // In a combine the warp that compares the calls has sums to make, too.
-bool Rows::waits_for_one_thing(int step) const { return steps_[step].kind != Step::kCombine; }
+// Across domains a rank waits for the rank it wants and for the one that passes its words on.
+bool Rows::waits_for_one_thing(int step) const {
+  return steps_[step].kind != Step::kCombine && sizes.domains == 1;
+}
 
 // In the last plan the others may have all that they need; a step on which hosts agree compares
 // nothing.

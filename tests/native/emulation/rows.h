@@ -32,7 +32,8 @@ class Rows : public Sequence {
   };
   struct Plan {
     bool is_made = false;
-    std::optional<Memory> named, counts, token_routes, routes;
+    std::optional<Memory> named, counts, token_routes, routes, rail_memory;
+    ncclep::native::RailRoutes rail_routes{};
     char* indices = nullptr;  // in `named`
     ncclep::native::ReceivedRoutes received{};
   };
@@ -56,6 +57,10 @@ class Rows : public Sequence {
   void check_counts(Plan& plan, const Routing& routing, int rank);
   void check_mailbox(const Routing& routing, int rank);
   void check_routes(const Plan& plan, const Routing& routing, int rank);
+  // network_plan.cpp
+  void put_rail_routes(Plan& plan, const Routing& routing, int rank,
+                       ncclep::native::PlanCount* job);
+  void check_rail_routes(const Plan& plan, const Routing& routing, int rank);
   ncclep::native::TokenRoutes token_routes_of(Plan& plan, int num_tokens) {
     return ncclep::native::TokenRoutes::in(plan.token_routes->data<std::int32_t>(), num_tokens);
   }

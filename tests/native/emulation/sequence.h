@@ -14,6 +14,7 @@
 //   ll           low-latency dispatches and combines of one or two objects
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
 //   probes       probes of the network between domains of ranks (network.cpp)
+//   rails-...    rows, plans, failures or late, in several domains
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "native/rail_layout.h"
 #include "native/state.h"
 #include "routing.h"
 
@@ -37,6 +39,12 @@ inline bool has_failure(const std::string& kind) {
 enum class Failing { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers };
 
 using Bytes = std::vector<std::vector<char>>;
+
+// The network of a group, and what kernels get of it (network.cpp).
+struct Wires;
+struct EndWires {
+  void operator()(Wires* wires) const;
+};
 
 // Memory of all ranks of a group, and the steps that they make.
 class Sequence {
@@ -76,16 +84,23 @@ class Sequence {
 
  protected:
   ncclep::native::KernelContext context(int rank, std::uint64_t call = 0);
+  // Null in one domain.
+  const ncclep::native::Rails* rails(int rank);
   bool has_failed(int rank) const { return states[rank].failed != 0; }
   // Queues a kernel on the rank's stream and waits until it is over.
   void launch(int rank, const std::function<void()>& queue);
 
  private:
+  void make_wires();
+  void let_everything_arrive();
   ncclep::native::KernelContext shared_{};
+  std::unique_ptr<Wires, EndWires> wires_;  // in several domains
   std::deque<Memory> control_, rows_;
 };
 
 std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const Starts& starts);
 std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
                                            const Starts& starts);
+// A number of domains, at least 2.
+int draw_domains(int ranks);
 std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts);

@@ -15,7 +15,7 @@ standin::Plans standin::plans;
 namespace ncclep::native {
 
 void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch&, int,
-                std::uintptr_t stream) {
+                std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
   if (job.ticket == 0) return;
   const int num_local = me.control.num_local();
@@ -40,14 +40,16 @@ void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch
 }
 
 void drop_what_does_not_fit(const KernelContext&, const Drop&, const PlanScratch&, int,
-                            std::uintptr_t stream) {
+                            std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
 void plan_receive(const KernelContext&, const ReceivedRoutes&, const PlanScratch&, int,
-                  std::uintptr_t stream) {
+                  std::uintptr_t stream, const RailRoutes&) {
   standin::note_kernel(stream);
 }
-void refuse(const KernelContext&, Phase, std::uintptr_t stream) { standin::note_kernel(stream); }
+void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
+  standin::note_kernel(stream);
+}
 void dispatch(const KernelContext&, const Dispatch&, int, std::uintptr_t stream) {
   standin::note_kernel(stream);
 }

@@ -289,7 +289,7 @@ void run(int num_ranks, const std::function<void(int)>& host) {
     if (!bulk_loads.empty() && draw(4000) == 0) {
       finish_load(bulk_loads.begin() + draw(bulk_loads.size()));
     }
-    if (network != nullptr && draw(1000) == 0) network->get_further();
+    if (network != nullptr && draw(100) == 0) network->get_further();
     const std::size_t place = draw(runnable.size());
     Fiber* fiber = runnable[place];
     if (mood.holds_back(*fiber) && draw(1000) != 0) continue;

@@ -23,19 +23,23 @@ Network::Network(int num_ranks, int local_ranks, int num_signals)
 
 Network::~Network() { network = nullptr; }
 
-void Network::set_window(int rank, char* window, std::size_t num_bytes) {
-  windows_[rank] = {window, num_bytes};
+void Network::add_window(int rank, char* memory, std::size_t num_bytes) {
+  windows_[rank].push_back({memory, num_bytes});
 }
 
-void Network::put(int rank, int domain, std::size_t to, std::size_t from, std::size_t num_bytes,
-                  int signal) {
+void Network::put(int rank, int window, int domain, std::size_t to, std::size_t from,
+                  std::size_t num_bytes, int signal) {
   const int target = domain * local_ranks_ + rank % local_ranks_;
   EMU_REQUIRE(0 <= domain && target < num_ranks_ && target != rank);
-  EMU_REQUIRE(from + num_bytes <= windows_[rank].num_bytes);
-  EMU_REQUIRE(to + num_bytes <= windows_[target].num_bytes);
-  EMU_REQUIRE(0 <= signal && signal < static_cast<int>(signals_[target].size()));
-  Put put{windows_[target].memory + to, std::vector<char>(num_bytes), windows_[rank].memory + from,
-          self().view.seen, signal};
+  const Window &source = windows_[rank].at(window), &there = windows_[target].at(window);
+  EMU_REQUIRE(from + num_bytes <= source.num_bytes && to + num_bytes <= there.num_bytes);
+  EMU_REQUIRE(signal < static_cast<int>(signals_[target].size()));
+  Put put{there.memory + to,
+          std::vector<char>(num_bytes),
+          source.memory + from,
+          self().view.seen,
+          signal,
+          draw(8) == 0 ? draw(400) : 0};
   between(rank, target).push_back(std::move(put));
   note_progress();
   maybe_yield();
@@ -57,8 +61,10 @@ void Network::get_further() {
   note_progress();
   run_as(fibers_[target], [&] {
     if (puts.front().is_here) {
-      std::uint64_t& word = signals_[target][puts.front().signal];
+      const int signal = puts.front().signal;
       puts.pop_front();
+      if (signal < 0) return;
+      std::uint64_t& word = signals_[target][signal];
       fence_proxy();
       release(kSystem);
       note_write(&word, kSystem, true);
@@ -66,6 +72,10 @@ void Network::get_further() {
       return;
     }
     Put& put = puts[draw(puts.size())];
+    if (put.delay > 0) {
+      --put.delay;
+      return;
+    }
     if (!put.is_read) load(put.bytes.data(), put.from, put.bytes.size(), put.seen, true);
     put.is_read = true;
     if (put.is_here || draw(2) == 0) return;

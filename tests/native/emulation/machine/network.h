@@ -21,11 +21,11 @@ class Network {
   Network(int num_ranks, int local_ranks, int num_signals);
   ~Network();
 
-  // The memory of a rank that others can put into.
-  void set_window(int rank, char* window, std::size_t num_bytes);
+  // Memory of a rank that others can put into, after its other windows.
+  void add_window(int rank, char* memory, std::size_t num_bytes);
   // As network/rail.cuh has it.
-  void put(int rank, int domain, std::size_t to, std::size_t from, std::size_t num_bytes,
-           int signal);
+  void put(int rank, int window, int domain, std::size_t to, std::size_t from,
+           std::size_t num_bytes, int signal);
   // The word of a signal; now and then something arrives before.
   const std::uint64_t* look_at(int rank, int signal);
   // Lets something arrive, or be read.
@@ -39,6 +39,7 @@ class Network {
     const char* from;
     const Known* seen;
     int signal;
+    unsigned delay;  // turns in which nothing happens to it
     bool is_read = false, is_here = false;
   };
   struct Window {
@@ -48,8 +49,8 @@ class Network {
   std::deque<Put>& between(int source, int target) { return puts_[source * num_ranks_ + target]; }
 
   const int num_ranks_, local_ranks_;
-  std::deque<Fiber> fibers_;  // what stores into the memory of each rank
-  std::vector<Window> windows_;
+  std::deque<Fiber> fibers_;                         // what stores into the memory of each rank
+  std::vector<std::vector<Window>> windows_;         // by rank
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
   std::vector<std::deque<Put>> puts_;                // by source and target, in their order
 };

@@ -11,10 +11,11 @@ struct Rail {
   int rank;
 };
 
-inline void put(const Rail& rail, int domain, std::size_t to, std::size_t from,
+constexpr int kNoSignal = -1;
+inline void put(const Rail& rail, int window, int domain, std::size_t to, std::size_t from,
                 std::size_t num_bytes, int signal) {
   fence_system();
-  rail.network->put(rail.rank, domain, to, from, num_bytes, signal);
+  rail.network->put(rail.rank, window, domain, to, from, num_bytes, signal);
 }
 inline std::uint64_t read_signal(const Rail& rail, int signal) {
   const std::uint64_t* word = rail.network->look_at(rail.rank, signal);

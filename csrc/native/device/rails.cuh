@@ -1,0 +1,82 @@
+// How kernels of a group of several NVLink domains use the network (rail_layout.h), and what stands
+// for it in a group of one domain.
+//
+// Every operation sends the same signals to every rail peer, and waits for all that its rail peers
+// send, whether it needs them or not.  So when a rank is in the next operation, everything that was
+// put to it in this one has arrived.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "native/device/wait.cuh"
+#include "native/rail_layout.h"
+#include "native/state.h"
+
+#ifdef NCCLEP_NCCL_HEADERS
+#include "network/rail.cuh"
+#endif
+
+namespace ncclep::native {
+
+// The rank of this domain in whose window the data of `rank` lie: itself, or its rail peer.
+__device__ inline int host_of(const KernelContext& me, int rank) {
+  const Control& layout = me.control;
+  return layout.domain_of(me.rank) * layout.local_ranks() + layout.place_of(rank);
+}
+
+__device__ inline bool is_local(const KernelContext& me, int rank) {
+  return me.control.domain_of(rank) == me.control.domain_of(me.rank);
+}
+
+__device__ inline int rail_peer_in(const KernelContext& me, int domain) {
+  return domain * me.control.local_ranks() + me.control.place_of(me.rank);
+}
+
+// A group of one domain.
+struct NoRails {
+  static constexpr bool kAreThere = false;
+};
+
+enum RailWindow : int { kControlWindow, kRowsWindow };
+
+#ifdef NCCLEP_NCCL_HEADERS
+
+struct Rails {
+  static constexpr bool kAreThere = true;
+  network::Rail rail;
+};
+
+// Puts from one place of this rank's window to another of that of its rail peer, with a signal or,
+// if it is kNumRailSignals, without.  Called by one thread.
+__device__ inline void put(const KernelContext& me, const Rails& rails, RailWindow window,
+                           int domain, std::size_t to, std::size_t from, std::size_t num_bytes,
+                           RailSignal signal = kNumRailSignals) {
+  const int own = me.control.domain_of(me.rank);
+  const int number =
+      signal == kNumRailSignals ? network::kNoSignal : signal * me.control.num_domains + own;
+  network::put(rails.rail, window, domain, to, from, num_bytes, number);
+}
+
+// Waits for the `number`-th signal of the rail peer in `domain` in this operation, from 1.  Then
+// everything that it had put before is visible to this thread.  False when the group has failed.
+__device__ inline bool wait_for_signal(const KernelContext& me, const Rails& rails, Phase phase,
+                                       RailSignal signal, int domain, int number,
+                                       std::uint64_t epoch) {
+  const std::uint64_t goal =
+      *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
+  return wait_until(me, phase, rail_peer_in(me, domain), epoch, [&] {
+    return network::read_signal(rails.rail, signal * me.control.num_domains + domain) >= goal;
+  });
+}
+
+#endif
+
+// Whether thread or lane `domain` has a rail peer to serve.
+__device__ inline bool has_rail_peer(const KernelContext& me, int domain) {
+  return domain < me.control.num_domains && domain != me.control.domain_of(me.rank);
+}
+
+}  // namespace ncclep::native

@@ -1,0 +1,153 @@
+// What plan's first kernel does for the other NVLink domains (rail_layout.h).
+//
+// Counts of a domain's ranks go to the rail peer there, who posts them to its ranks as if each were
+// this rank's own post.  Routes go to the rail peer, in whose window the ranks there fetch them.
+//
+// Why nothing is overwritten that is still needed.  A rank leaves `count` only after everything its
+// rail peers put to it has arrived (device/rails.cuh).
+// - Counts: a rail peer puts its routes after it has taken all counts, and a rank leaves `count`
+//   after those routes have come.
+// - Routes: they are written in the next plan after its counts have come from the rail peer, who
+//   has then left `count` of this one; and put after the counts of all ranks have come, who have
+//   then received the last ones.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "native/device/rails.cuh"
+#include "native/plan/chunks.cuh"
+#include "native/plan/plan.h"
+
+namespace ncclep::native {
+
+// The `i`-th count for `domain` on its way (rail_layout.h).
+__device__ inline std::uint64_t* sent_count(const KernelContext& me, int domain, int i) {
+  const RailLayout rails{me.control};
+  return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + rails.sent_counts()) +
+         domain * rails.num_counts() + i;
+}
+
+// A token of this rank in `place` of a chunk: writes where the other domains have it, and for the
+// ranks there the pairs before each chunk of node tokens.
+__device__ inline void write_node_tokens(const KernelContext& me, const PlanCount& plan,
+                                         const TokenPartition& partition, const ulonglong2* bitmaps,
+                                         const int* before, int token, int place,
+                                         const std::int16_t* experts) {
+  const Control& layout = me.control;
+  const RailLayout there{layout};
+  const RailRoutes& routes = plan.rail_routes;
+  const int locals = layout.local_ranks(), num_local = layout.num_local();
+  char* window = me.control_of[me.rank];
+  auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
+  auto* token_ranks = reinterpret_cast<std::uint32_t*>(window + there.sent_token_ranks());
+  for (int domain = 0; domain < layout.num_domains; ++domain) {
+    if (domain == layout.domain_of(me.rank)) continue;
+    std::uint32_t ranks = 0, assignments = 0;
+    for (int k = 0; k < partition.top_k; ++k) {
+      if (experts[k] < 0 || layout.domain_of(experts[k] / num_local) != domain) continue;
+      ranks |= 1u << layout.place_of(experts[k] / num_local);
+      assignments |= 1u << k;
+    }
+    const std::int64_t row = std::int64_t{domain} * routes.num_tokens;
+    const int column = partition.column_of_domain(domain);
+    const int node = ranks == 0 ? -1 : before[column] + count_before(bitmaps[column], place);
+    routes.node_of[row + token] = node;
+    routes.sent_assignments[row + token] = assignments;
+    if (ranks == 0) continue;
+    routes.token_of[row + node] = token;
+    token_ranks[std::size_t{1} * domain * layout.max_tokens + node] = ranks;
+    if (node % kChunk != 0) continue;
+    for (int rank = domain * locals; rank < (domain + 1) * locals; ++rank) {
+      const int pairs = layout.num_experts + rank;
+      chunk_pairs[rank * (layout.max_chunks() + 1) + node / kChunk] =
+          before[pairs] + count_before(bitmaps[pairs], place);
+    }
+  }
+}
+
+#ifdef NCCLEP_NCCL_HEADERS
+
+// Puts the counts that were written with `sent_count` to the rail peers, and posts theirs to the
+// ranks of this domain.  `post(rank, source, column, value)`.  Called by all threads of one CTA;
+// false when the group has failed.
+template <typename Post>
+__device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
+                                const PlanScratch& scratch, std::uint64_t plans, Post&& post) {
+  const RailLayout layout{me.control};
+  const int domain = threadIdx.x, own = me.control.domain_of(me.rank);
+  const int columns = me.control.num_local() + 1, num_counts = layout.num_counts();
+  const auto row = [&](int of) { return std::size_t{8} * of * num_counts; };
+  __syncthreads();
+  bool is_here = true;
+  if (has_rail_peer(me, domain)) {
+    put(me, rails, kControlWindow, domain, layout.counts() + row(own),
+        layout.sent_counts() + row(domain), num_counts * 8, kCountsPut);
+    is_here = wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans);
+  }
+  if (!__syncthreads_and(is_here)) return false;
+  const int first = own * layout.local_ranks();
+  for (int i = threadIdx.x; i < layout.num_domains() * num_counts; i += kPlanThreads) {
+    const int of = i / num_counts, column = i % num_counts;
+    if (of == own) continue;
+    const std::uint64_t value = __ldcg(reinterpret_cast<const std::uint64_t*>(
+        me.control_of[me.rank] + layout.counts() + row(of) + 8 * column));
+    if (column == num_counts - 1) {
+      __stcg(scratch.num_here + of, static_cast<std::int32_t>(value));
+    } else {
+      post(first + column / columns, rail_peer_in(me, of), column % columns,
+           static_cast<std::uint32_t>(value));
+    }
+  }
+  return true;
+}
+
+// Puts the routes for all other domains to the rail peers, and tells the ranks of this domain when
+// those of the rail peers have come.  Called by all threads of the CTA that leaves last.
+__device__ inline void exchange_routes(const KernelContext& me, const Rails& rails,
+                                       const PlanCount& plan, const PlanScratch& scratch,
+                                       std::uint64_t plans) {
+  const Control& layout = me.control;
+  const RailLayout there{layout};
+  const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
+  const int num_local = layout.num_local(), chunks = layout.max_chunks() + 1;
+  if (has_rail_peer(me, domain)) {
+    for (int place = 0; place < locals; ++place) {
+      const std::size_t rank = domain * locals + place, to = own * locals + place;
+      int assignments = 0;
+      for (int local = 0; local < num_local; ++local) {
+        assignments += __ldcg(scratch.totals + rank * num_local + local);
+      }
+      put(me, rails, kControlWindow, domain,
+          there.assignment_routes() + to * layout.assignments() * sizeof(AssignmentRoute),
+          layout.assignment_routes() + rank * layout.assignments() * sizeof(AssignmentRoute),
+          assignments * sizeof(AssignmentRoute));
+      put(me, rails, kControlWindow, domain,
+          there.pair_routes() + to * layout.max_tokens * sizeof(PairRoute),
+          layout.pair_routes() + rank * layout.max_tokens * sizeof(PairRoute),
+          __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute));
+      put(me, rails, kControlWindow, domain, there.chunk_pairs() + to * chunks * 4,
+          layout.chunk_pairs() + rank * chunks * 4, (plan.most_chunks + 1) * 4);
+    }
+    const int num_sent = __ldcg(scratch.totals + layout.num_experts + layout.num_ranks + domain);
+    plan.rail_routes.num_sent[domain] = num_sent;
+    const std::size_t row = std::size_t{4} * layout.max_tokens;
+    put(me, rails, kControlWindow, domain, there.token_ranks() + own * row,
+        there.sent_token_ranks() + domain * row, num_sent * std::size_t{4}, kRoutesPut);
+    if (wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
+      fence_system();
+      for (int place = 0; place < locals; ++place) {
+        store_relaxed(signal_word(me.control_of[own * locals + place], layout, kRoutesWritten,
+                                  rail_peer_in(me, domain)),
+                      plans);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+#endif
+
+}  // namespace ncclep::native

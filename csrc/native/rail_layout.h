@@ -1,0 +1,71 @@
+// The part of a control window that only groups of several NVLink domains have.
+//
+// The *rail peer* of a rank in another domain is the rank with its place there; a *rail* is all
+// ranks with one place.  Only rail peers use the network between them.  What a rank puts to a rail
+// peer is for the ranks of that domain, who find it in the rail peer's window: so a rank of another
+// domain is one more source, whose window is that of its rail peer.
+//
+// A *node token* is a token that has assignments in another domain.  There it is known by its index
+// among its source's tokens for that domain: its rows lie one after the other.
+//
+// Letters as in state.h; D domains of L ranks.  `[d]` is for, or of, the rail peer in domain d.
+#pragma once
+
+#include "native/state.h"
+
+namespace ncclep::native {
+
+// Domains have 5 bits of a rank at most.
+constexpr int kMaxDomains = kMaxRanks;
+
+// What kernels use the network through (device/rails.cuh).
+struct Rails;
+
+struct RailLayout {
+  Control control;
+
+  NCCLEP_BOTH int num_domains() const { return control.num_domains; }
+  NCCLEP_BOTH int local_ranks() const { return control.local_ranks(); }
+  // Words of a rank's counts for one domain: for each of its ranks those of Control::counts, and
+  // the source's tokens there.
+  NCCLEP_BOTH int num_counts() const { return local_ranks() * (control.num_local() + 1) + 1; }
+  NCCLEP_BOTH std::size_t tokens() const {
+    return static_cast<std::size_t>(num_domains()) * control.max_tokens;
+  }
+
+  NCCLEP_BOTH std::size_t start() const { return (control.num_bytes() + 15) / 16 * 16; }
+  // uint64 [2]: this rank's entry, on its way; two, for consecutive calls.
+  NCCLEP_BOTH std::size_t sent_entry() const { return start(); }
+  // uint64 [1]: what this rank puts into Control::stop.
+  NCCLEP_BOTH std::size_t sent_stop() const { return sent_entry() + 2 * 8; }
+  // uint64 [2][D]: entries of rail peers.
+  NCCLEP_BOTH std::size_t entries() const { return sent_stop() + 8; }
+  // uint64 [D][counts], on their way and there.
+  NCCLEP_BOTH std::size_t sent_counts() const { return entries() + 2 * num_domains() * 8; }
+  NCCLEP_BOTH std::size_t counts() const { return sent_counts() + counts_bytes(); }
+  // AssignmentRoute [D][L][T * K] and PairRoute [D][L][T], for the ranks of this domain to fetch.
+  NCCLEP_BOTH std::size_t assignment_routes() const { return counts() + counts_bytes(); }
+  NCCLEP_BOTH std::size_t pair_routes() const {
+    return assignment_routes() +
+           num_domains() * local_ranks() * control.assignments() * sizeof(AssignmentRoute);
+  }
+  // uint32 [D][T], on their way and there: the ranks of the domain that have rows of a node token,
+  // one bit for each place.
+  NCCLEP_BOTH std::size_t sent_token_ranks() const {
+    return pair_routes() + local_ranks() * tokens() * sizeof(PairRoute);
+  }
+  NCCLEP_BOTH std::size_t token_ranks() const { return sent_token_ranks() + tokens() * 4; }
+  // int32 [D][L][chunks + 1], for the ranks of this domain to fetch.
+  NCCLEP_BOTH std::size_t chunk_pairs() const { return token_ranks() + tokens() * 4; }
+  NCCLEP_BOTH std::size_t end() const {
+    return chunk_pairs() +
+           static_cast<std::size_t>(num_domains()) * local_ranks() * (control.max_chunks() + 1) * 4;
+  }
+
+ private:
+  NCCLEP_BOTH std::size_t counts_bytes() const {
+    return static_cast<std::size_t>(num_domains()) * num_counts() * 8;
+  }
+};
+
+}  // namespace ncclep::native

@@ -1,0 +1,54 @@
+"""Sequences over the network, and mistakes that must show in them (test_emulation.py)."""
+
+# Kind, ranks, number.
+CASES = (
+    ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 8),
+    ("rails-plans", 4, 8), ("rails-plans", 6, 6), ("rails-failures", 2, 6),
+    ("rails-failures", 4, 4), ("rails-calls", 4, 4), ("rails-late", 4, 4),
+)  # fmt: skip
+
+# As `Mistake` has them.
+# fmt: off
+MISTAKES = {
+    "probe: words of two rounds lie in one place": (
+        "network/probe.cu", "«static_cast<int>(job.round % 2)» * 2", "0",
+        "probes", 2, "probe: the word"),
+    "probe: a word is taken before its signal": (
+        "network/probe.cu", "while («signals < job.round» &&", "signals + 1 < job.round",
+        "probes", 2, "probe: "),
+    "rails: counts are passed on before they have come": (
+        "native/plan/plan_rails.cuh",
+        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans)»;",
+        "true",
+        "rails-plans", 2, "plan: "),
+    "rails: routes are passed on before they have come": (
+        "native/plan/plan_rails.cuh",
+        "if («wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)»)",
+        "true",
+        "rails-plans", 2, "."),
+    "rails: routes are written while the last ones are put": (
+        "native/plan/plan.cu",
+        "is_free = «wait_for_numbered(me, Phase::kRoutes, threadIdx.x, word, plans) >= 0»;",
+        "true",
+        "rails-plans", 2, "."),
+    "rails: who passes routes on does not pass on what it has seen": (
+        "native/plan/plan_rails.cuh", "plans)) {\n      «fence_system();»", "",
+        "rails-plans", 4, "plan: "),
+    "rails: counts of dropped assignments are passed on before they have come": (
+        "native/plan/overflow.cu",
+        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch)»;",
+        "true",
+        "rails-plans", 4, "."),
+    "rails: an entry is passed on before it has come": (
+        "native/device/call_barrier.cuh",
+        "if («!wait_for_signal(me, rails, phase, kEntryPut, domain, 1, epoch)») return;",
+        "false",
+        "rails-calls", 4, "."),
+    "rails: a refusal stays with the rail peer": (
+        "native/device/wait.cuh", "if («me.control.num_domains > 1») {", "false",
+        "rails-failures", 4, "failure: rank . does not say that rank . refused"),
+    "rails: a signal of the operation before is taken": (
+        "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
+        "rails-plans", 2, "."),
+}
+# fmt: on

@@ -1,0 +1,94 @@
+// Plans in groups of several domains: what only those have.
+#include "rows.h"
+
+using namespace ncclep::native;
+
+// Domains know tokens of others by their order among those that have rows there.
+void name_node_tokens(const Sizes& sizes, Routing& routing) {
+  for (int source = 0; source < sizes.ranks; ++source) {
+    for (int domain = 0; domain < sizes.domains; ++domain) {
+      std::vector<Pair*> pairs;
+      for (int rank = 0; rank < sizes.ranks; ++rank) {
+        for (Pair& pair : routing.pairs[rank]) {
+          const bool is_here = sizes.domain_of(rank) == domain && pair.source == source;
+          if (is_here && pair.num_rows() > 0) pairs.push_back(&pair);
+        }
+      }
+      if (domain == sizes.domain_of(source)) continue;
+      std::sort(pairs.begin(), pairs.end(), [](Pair* a, Pair* b) { return a->token < b->token; });
+      int name = -1, token = -1;
+      for (Pair* pair : pairs) {
+        name += pair->token != token;
+        token = pair->token;
+        pair->name = name;
+      }
+    }
+  }
+}
+
+void Rows::put_rail_routes(Plan& plan, const Routing& routing, int rank, PlanCount* job) {
+  const int num_tokens = routing.num_tokens[rank], most = routing.most_chunks() * kChunk;
+  plan.rail_memory.emplace(4 * RailRoutes::size(sizes.domains, num_tokens, most), kGarbage);
+  plan.rail_routes = job->rail_routes =
+      RailRoutes::in(plan.rail_memory->data<std::int32_t>(), sizes.domains, num_tokens, most);
+}
+
+void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank) {
+  const RailRoutes& routes = plan.rail_routes;
+  const int locals = sizes.ranks / sizes.domains, own = sizes.domain_of(rank);
+  const auto ranks_of = [&](int source, int token, int domain) {
+    std::uint32_t ranks = 0;
+    for (int place = 0; place < locals; ++place) {
+      for (const Pair& pair : routing.pairs[domain * locals + place]) {
+        if (pair.source == source && pair.token == token && pair.num_rows() > 0) {
+          ranks |= 1u << place;
+        }
+      }
+    }
+    return ranks;
+  };
+  for (int domain = 0; domain < sizes.domains; ++domain) {
+    if (domain == own) continue;
+    // What this rank puts there.
+    int node = 0;
+    for (int token = 0; token < routing.num_tokens[rank]; ++token) {
+      const int at = domain * routing.num_tokens[rank];
+      std::uint32_t assignments = 0;
+      for (int place = 0; place < locals; ++place) {
+        for (const Pair& pair : routing.pairs[domain * locals + place]) {
+          if (pair.source != rank || pair.token != token) continue;
+          for (const Assignment& assignment : pair.assignments) {
+            if (assignment.slot >= 0) assignments |= 1u << assignment.index % routing.top_k;
+          }
+        }
+      }
+      require(routes.sent_assignments[at + token] == assignments, "plan: assignments of token ",
+              token, " of rank ", rank, " in domain ", domain);
+      require(routes.node_of[at + token] == (assignments == 0 ? -1 : node), "plan: token ", token,
+              " of rank ", rank, " in domain ", domain);
+      if (assignments == 0) continue;
+      require(routes.token_of[at + node] == token, "plan: node token ", node, " of rank ", rank);
+      ++node;
+    }
+    require(routes.num_sent[domain] == node, "plan: node tokens of rank ", rank);
+    // What the rail peer there puts here.
+    const int source = domain * locals + rank % locals;
+    const int at = domain * routes.most_tokens;
+    node = 0;
+    for (int token = 0; token < routing.num_tokens[source]; ++token) {
+      const std::uint32_t ranks = ranks_of(source, token, own);
+      if (ranks == 0) continue;
+      require(routes.ranks_of[at + node] == ranks, "plan: ranks of node token ", node, " of rank ",
+              source);
+      if (ranks >> rank % locals & 1) {
+        const int pair = routes.own_pair[at + node];
+        require(plan.received.pair_token[pair] == node &&
+                    pair >= plan.received.first_pair[source] &&
+                    pair < plan.received.first_pair[source + 1],
+                "plan: the pair of node token ", node, " of rank ", source);
+      }
+      ++node;
+    }
+    require(routes.num_here[domain] == node, "plan: node tokens on rank ", rank);
+  }
+}
