@@ -68,4 +68,21 @@ struct RailLayout {
   }
 };
 
+// Half of a rows window, for one dispatch: rows that this rank stages for its domain, then node
+// tokens' rows on their way to each domain, then those that each rail peer put here; of a group of
+// one domain only the first.
+struct RailRows {
+  std::size_t dispatch_bytes;  // of the half
+  int num_domains;
+
+  NCCLEP_BOTH static int num_parts(int num_domains) {
+    return num_domains == 1 ? 1 : 1 + 2 * num_domains;
+  }
+  NCCLEP_BOTH std::size_t part_bytes() const { return dispatch_bytes / num_parts(num_domains); }
+  NCCLEP_BOTH std::size_t sent(int domain) const { return (1 + domain) * part_bytes(); }
+  NCCLEP_BOTH std::size_t put(int domain) const {
+    return (1 + num_domains + domain) * part_bytes();
+  }
+};
+
 }  // namespace ncclep::native

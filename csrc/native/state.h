@@ -176,6 +176,7 @@ struct State {
   unsigned int is_bad;      // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
   unsigned int staged[kPhases];                 // CTAs that have staged their part of each phase
+  unsigned int put_phases;  // phases of the current dispatch that were put to rail peers
 };
 
 // Passed to every kernel of a group.

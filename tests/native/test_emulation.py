@@ -94,11 +94,11 @@ MISTAKES = {
         "native/rows/dispatch.cu", "dispatches % 2", "0",
         "dispatches", 2, "dispatch: "),
     "both dispatches use the same weights": Mistake(
-        "native/rows/dispatch.cu", "(parity * layout.num_ranks + source)", "source",
+        "native/rails/phases.cuh", "(parity * layout.num_ranks + source)", "source",
         "dispatches", 2, "dispatch: weight"),
     "a dispatch is over before all ranks have entered it": Mistake(
         "native/rows/dispatch.cu",
-        "if (blockIdx.x == 0) compare_entries(me, NoRails(), Phase::kDispatch, entry, epoch);", "",
+        "if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);", "",
         "dispatches", 4, "dispatch: "),
     "entries of two calls lie in one place": Mistake(
         "native/device/call_barrier.cuh", "number % 2 * me.control.num_ranks + rank", "rank",

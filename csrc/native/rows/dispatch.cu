@@ -11,6 +11,11 @@
 // ranks have finished and tells the pulling warps through shared memory, where polling costs almost
 // nothing.  When it has seen all phases, it puts the weights into their slots.
 //
+// With several NVLink domains (rail_layout.h), staging CTAs also pack the rows of node tokens, in
+// the same phases, counted by node tokens, and put each phase to the rail peers.  A warp of the
+// last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
+// own.
+//
 // The window has two halves, for consecutive dispatches: a rank that is still pulling the previous
 // dispatch is not disturbed by this one.  No rank still pulls the one before that, whose half is
 // reused now: all ranks had entered the previous dispatch when this rank left it
@@ -23,6 +28,7 @@
 #include "common/launch.h"
 #include "native/device/call_barrier.cuh"
 #include "native/device/wait.cuh"
+#include "native/rails/phases.cuh"
 #include "native/rows/cta_roles.h"
 #include "native/rows/dispatch.h"
 #include "native/rows/progress.cuh"
@@ -36,35 +42,15 @@ namespace {
 // Loads that a lane has in flight where a single warp of a CTA does all the work.
 constexpr int kUnroll = 8;
 
-// The first two phases have half as many tokens as the others.  The bounds are the same on all
-// ranks.
-__device__ int halves_of(const Dispatch& job) { return max(1, 2 * (job.num_phases - 1)); }
-
-__device__ int phase_start(const Dispatch& job, int phase) {
-  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
-  return (job.most_tokens * half + halves - 1) / halves;
-}
-
-__device__ int phase_of(const Dispatch& job, int token) {
-  const int half = token * halves_of(job) / job.most_tokens;
-  return half < 2 ? half : half / 2 + 1;
-}
-
 __device__ void zero_with_warp(char* to, int bytes, int lane) {
   for (int i = lane; i < bytes / 16; i += kWarpSize) {
     reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
   }
 }
 
-// The address on `rank` of the weights of `source`'s assignments.
-__device__ float* weights_at(const KernelContext& me, int rank, int source, std::uint64_t parity) {
-  const Control& layout = me.control;
-  return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
-         (parity * layout.num_ranks + source) * layout.assignments();
-}
-
-// Writes the weights of a phase's tokens into all other ranks' windows.  Called by one warp of each
-// staging CTA.
+// Writes the weights of a phase's tokens into all other ranks' windows; with rails into this rank's
+// too, from where they are put.  Called by one warp of each staging CTA.
+template <typename R>
 __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
                               int end, std::uint64_t parity) {
   const int num_ranks = me.control.num_ranks, step = num_ctas * kWarpSize;
@@ -77,7 +63,7 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
       if (i + u * step < last) weight[u] = job.w[i + u * step];
     }
     for (int rank = 0; rank < num_ranks; ++rank) {
-      if (rank == me.rank) continue;
+      if (R::kAreThere ? !is_local(me, rank) : rank == me.rank) continue;
       float* to = weights_at(me, rank, me.rank, parity);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -87,30 +73,34 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
   }
 }
 
-// Copies one warp's share of a phase's rows into this rank's window.
-__device__ void stage_rows(const KernelContext& me, const Dispatch& job, const RingShape& shape,
-                           Ring& ring, int warp, int num_warps, int start, int end, char* window) {
+// Copies one warp's share of a phase's rows into this rank's window: to each place from `start` to
+// `end` the row of the token `token_at(place)`, unless that is -1.
+template <typename TokenAt>
+__device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ring, int warp,
+                           int num_warps, int start, int end, char* window, TokenAt&& token_at) {
   const int lane = threadIdx.x % kWarpSize;
-  int token = start + warp, piece = 0;
-  std::uint32_t ranks = token < end ? job.token_ranks[token] : 0;
+  int place = start + warp, piece = 0;
+  int token = place < end ? token_at(place) : -1;
   std::size_t offset[kRingStages];
   int bytes[kRingStages];
   const auto load = [&](int s) {
-    while (token < end && (ranks & ~(1u << me.rank)) == 0) {
-      token += num_warps;
-      ranks = token < end ? job.token_ranks[token] : 0;
+    while (place < end && token < 0) {
+      place += num_warps;
+      token = place < end ? token_at(place) : -1;
     }
-    if (token >= end) return false;
+    if (place >= end) return false;
     const int begin = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
-    offset[s] = static_cast<std::size_t>(token) * job.row_bytes + begin;
+    offset[s] = static_cast<std::size_t>(place) * job.row_bytes + begin;
     if (lane == 0) {
-      start_load(ring.pieces + s * shape.piece_bytes, job.x + offset[s], bytes[s], ring.full + s);
+      start_load(ring.pieces + s * shape.piece_bytes,
+                 job.x + static_cast<std::size_t>(token) * job.row_bytes + begin, bytes[s],
+                 ring.full + s);
     }
     if (++piece == shape.pieces) {
       piece = 0;
-      token += num_warps;
-      ranks = token < end ? job.token_ranks[token] : 0;
+      place += num_warps;
+      token = place < end ? token_at(place) : -1;
     }
     return true;
   };
@@ -122,20 +112,37 @@ __device__ void stage_rows(const KernelContext& me, const Dispatch& job, const R
 
 // Stages the rows of this rank's tokens in its window and their weights in all others', phase by
 // phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
-__device__ void stage(const KernelContext& me, const Dispatch& job, const RingShape& shape,
-                      Ring& ring, int num_ctas, int first_phase, int end_phase,
-                      std::uint64_t parity, std::uint64_t epoch) {
+template <typename R>
+__device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
+                      const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
+                      int end_phase, std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
+  // The other ranks of this domain.
+  const std::uint32_t locals = ~0u >> (kMaxRanks - layout.local_ranks());
+  const std::uint32_t others =
+      locals << layout.domain_of(me.rank) * layout.local_ranks() & ~(1u << me.rank);
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
     if (warp == 0) {
-      if (job.has_weights) stage_weights(me, job, num_ctas, start, end, parity);
+      if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, parity);
     } else if (warp <= shape.warps) {
-      stage_rows(me, job, shape, ring, (warp - 1) * num_ctas + blockIdx.x, shape.warps * num_ctas,
-                 start, end, window);
+      const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
+      stage_rows(job, shape, ring, number, warps, start, end, window,
+                 [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
+      if constexpr (R::kAreThere) {
+        const RailRows rows{me.dispatch_bytes, layout.num_domains};
+        for (int domain = 0; domain < layout.num_domains; ++domain) {
+          if (domain == layout.domain_of(me.rank)) continue;
+          const int last = min(phase_start(job, phase + 1), job.rail_routes.num_sent[domain]);
+          const std::int32_t* token_of =
+              job.rail_routes.token_of + std::int64_t{domain} * job.rail_routes.num_tokens;
+          stage_rows(job, shape, ring, number, warps, start, last, window + rows.sent(domain),
+                     [&](int place) { return token_of[place]; });
+        }
+      }
       fence_for_bulk_copies();
     }
     __syncthreads();
@@ -145,9 +152,11 @@ __device__ void stage(const KernelContext& me, const Dispatch& job, const RingSh
     me.state->staged[phase] = 0;
     fence_system();  // passes on what this thread saw through the other CTAs' fences
     for (int rank = 0; rank < layout.num_ranks; ++rank) {
+      if (R::kAreThere && !is_local(me, rank)) continue;
       auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
       store_relaxed(flags + me.rank * kPhases + phase, epoch);
     }
+    if constexpr (R::kAreThere) put_phase(me, rails, job, phase, parity, epoch);
   }
 }
 
@@ -173,11 +182,16 @@ __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int n
 
 // Puts the weights of all rows but padding into their slots, once they have all arrived.  Called by
 // one warp of each CTA.
+template <typename R>
 __device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int step = gridDim.x * kWarpSize;
   for (int source = 0; source < me.control.num_ranks; ++source) {
-    const float* weights = source == me.rank ? job.w : weights_at(me, me.rank, source, parity);
+    const float* weights =
+        source == me.rank
+            ? job.w
+            : weights_at(me, R::kAreThere && !is_local(me, source) ? host_of(me, source) : me.rank,
+                         source, parity);
     const int end = routes.pair_first[routes.first_pair[source + 1]];
     int assignment = routes.pair_first[routes.first_pair[source]] + blockIdx.x * kWarpSize +
                      threadIdx.x % kWarpSize;
@@ -207,10 +221,14 @@ __device__ int needed_phases(const KernelContext& me, const Dispatch& job) {
   const int lane = threadIdx.x % kWarpSize;
   if (lane >= me.control.num_ranks || lane == me.rank) return 0;
   const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
-  return end > first ? phase_of(job, job.routes.pair_token[end - 1]) + 1 : 0;
+  if (end == first) return 0;
+  // A node token's weights come with the phase of the token, its row perhaps earlier.
+  if (job.has_weights && !is_local(me, lane)) return job.num_phases;
+  return phase_of(job, job.routes.pair_token[end - 1]) + 1;
 }
 
 // Pulls rows into their slots until all of them are taken.  Called by one warp.
+template <typename R>
 __device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
                      Ring& ring, Progress& progress, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
@@ -275,8 +293,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     offset[s] = now.piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
     if (lane == 0) {
-      const char* base =
-          now.source == me.rank ? job.x : me.rows_of[now.source] + parity * me.dispatch_bytes;
+      const char* base = now.source == me.rank ? job.x : rows_from<R>(me, now.source, parity);
       start_load(ring.pieces + s * shape.piece_bytes,
                  base + static_cast<std::size_t>(now.token) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);
@@ -293,8 +310,9 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
   ring.run(load, store, [](int) {});
 }
 
+template <typename R>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split) {
+    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split, R rails) {
   extern __shared__ __align__(128) char pieces[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ Progress progress;
@@ -304,28 +322,32 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
   if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, NoRails(), entry);
+    if (blockIdx.x == 0) enter(me, rails, entry);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
               full[has_ring ? place : 0]};
     if (has_ring) ring.init();
-    stage(me, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
+    stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
     if (static_cast<int>(blockIdx.x) < split.staging) {
-      stage(me, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
+      stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
       zero_padding(me, job, split.staging);
     }
     if (warp == 0) {
-      if (blockIdx.x == 0) compare_entries(me, NoRails(), Phase::kDispatch, entry, epoch);
+      if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);
+      if constexpr (R::kAreThere) {
+        if (blockIdx.x == gridDim.x - 1) pass_phases_on(me, rails, job, epoch);
+        __syncwarp();
+      }
       const auto flag = [&](int source, int phase) {
         return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
                                                       me.control.staged()) +
                source * kPhases + phase;
       };
       watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
-      if (job.has_weights && !has_failed(me)) place_weights(me, job, parity);
+      if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, parity);
     } else if (has_ring) {
-      pull(me, job, shape, ring, progress, parity);
+      pull<R>(me, job, shape, ring, progress, parity);
     }
   }
   if (!leave(me)) return;
@@ -336,18 +358,29 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
     leave_call(me, entry);
+    me.state->rail_signals[kRowsPut] += job.num_phases;
     me.state->epoch = epoch;
   }
+}
+
+template <typename R>
+void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+                     std::uintptr_t stream, const R& rails) {
+  const RingShape shape = ring_shape(arguments.row_bytes);
+  const DispatchSplit split = split_dispatch(num_sms);
+  launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
+                       shape.shared_bytes(), stream, me, arguments, shape, split, rails);
 }
 
 }  // namespace
 
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
-              std::uintptr_t stream) {
-  const RingShape shape = ring_shape(arguments.row_bytes);
-  const DispatchSplit split = split_dispatch(num_sms);
-  launch_cooperatively("dispatch", dispatch_kernel, num_sms, kWarps * kWarpSize,
-                       shape.shared_bytes(), stream, me, arguments, shape, split);
+              std::uintptr_t stream, const Rails* rails) {
+#ifdef NCCLEP_NCCL_HEADERS
+  if (rails != nullptr) return launch_dispatch(me, arguments, num_sms, stream, *rails);
+#endif
+  require(rails == nullptr, "compiled without NCCL's headers");
+  launch_dispatch(me, arguments, num_sms, stream, NoRails());
 }
 
 }  // namespace ncclep::native

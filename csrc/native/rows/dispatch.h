@@ -23,10 +23,11 @@ struct Dispatch {
   const std::int64_t* routed_per_expert;  // [experts of this rank]
   const std::uint32_t* token_ranks;       // [T]
   ReceivedRoutes routes;
+  RailRoutes rail_routes{};  // with several domains
 };
 
-// Queues the dispatch.  Collective.
+// Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
-              std::uintptr_t stream);
+              std::uintptr_t stream, const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

@@ -4,6 +4,7 @@
 CASES = (
     ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 8),
     ("rails-plans", 4, 8), ("rails-plans", 6, 6), ("rails-failures", 2, 6),
+    ("rails-rows", 2, 6), ("rails-rows", 4, 4), ("rails-dispatches", 6, 3),
     ("rails-failures", 4, 4), ("rails-calls", 4, 4), ("rails-late", 4, 4),
 )  # fmt: skip
 
@@ -47,6 +48,22 @@ MISTAKES = {
     "rails: a refusal stays with the rail peer": (
         "native/device/wait.cuh", "if («me.control.num_domains > 1») {", "false",
         "rails-failures", 4, "failure: rank . does not say that rank . refused"),
+    "rails: a phase is put before the one before it": (
+        "native/rails/phases.cuh",
+        "if («!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)») return;", "false",
+        "rails-dispatches", 2, "dispatch: "),
+    "rails: a phase is passed on before it has come": (
+        "native/rails/phases.cuh",
+        "if («!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)») ",
+        "false",
+        "rails-dispatches", 2, "dispatch: "),
+    "rails: a phase is passed on without what it stands for": (
+        "native/rails/phases.cuh",
+        "return;\n    «fence_system();»\n    for (int place = 0;", "",
+        "rails-dispatches", 4, "dispatch: "),
+    "rails: a node token's weight is taken when its row is there": (
+        "native/rows/dispatch.cu", "if («job.has_weights && !is_local(me, lane)») return", "false",
+        "rails-dispatches", 4, "dispatch: weight"),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),

@@ -95,7 +95,8 @@ void Rows::draw_steps(const std::string& kind, int number) {
   std::vector<int> plans;  // those that can be used
   while (num_steps() < number) {
     Step step{};
-    const int what = plans.empty() || sizes.domains > 1 ? 0 : between(0, 9);
+    const int most = sizes.domains > 1 ? shares.plans + shares.dispatches - 1 : 9;
+    const int what = plans.empty() ? 0 : between(0, most);
     step.kind = what < shares.plans                       ? Step::kPlan
                 : what < shares.plans + shares.dispatches ? Step::kDispatch
                                                           : Step::kCombine;
@@ -170,8 +171,10 @@ void Rows::dispatch(int rank, int number) {
   job.routed_per_expert = job.tokens_per_expert + sizes.local;
   job.token_ranks = token_routes_of(plan, num_tokens).token_ranks;
   job.routes = plan.received;
+  job.rail_routes = plan.rail_routes;
   const KernelContext me = context(rank, call_of(number, rank == differing));
-  launch(rank, [&] { ncclep::native::dispatch(me, job, between(min_ctas(1), kSms), rank); });
+  const int sms = between(min_ctas(1), kSms);
+  launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
     require_nan(rows, "dispatch: rows", rank);

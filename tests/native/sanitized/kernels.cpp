@@ -50,7 +50,7 @@ void plan_receive(const KernelContext&, const ReceivedRoutes&, const PlanScratch
 void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
-void dispatch(const KernelContext&, const Dispatch&, int, std::uintptr_t stream) {
+void dispatch(const KernelContext&, const Dispatch&, int, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
 void combine(const KernelContext&, const Combine&, int, std::uintptr_t stream) {

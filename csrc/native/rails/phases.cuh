@@ -1,0 +1,107 @@
+// The phases of a dispatch: which tokens they have, and how they get to other NVLink domains.
+//
+// `Job` is a Dispatch (rows/dispatch.h).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "native/device/rails.cuh"
+#include "native/device/wait.cuh"
+#include "native/state.h"
+
+namespace ncclep::native {
+
+// The first two phases have half as many tokens as the others.  The bounds are the same on all
+// ranks.
+template <typename Job>
+__device__ int halves_of(const Job& job) {
+  return max(1, 2 * (job.num_phases - 1));
+}
+
+template <typename Job>
+__device__ int phase_start(const Job& job, int phase) {
+  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
+  return (job.most_tokens * half + halves - 1) / halves;
+}
+
+template <typename Job>
+__device__ int phase_of(const Job& job, int token) {
+  const int half = token * halves_of(job) / job.most_tokens;
+  return half < 2 ? half : half / 2 + 1;
+}
+
+// The address on `rank` of the weights of `source`'s assignments.
+__device__ inline float* weights_at(const KernelContext& me, int rank, int source,
+                                    std::uint64_t parity) {
+  const Control& layout = me.control;
+  return reinterpret_cast<float*>(me.control_of[rank] + layout.weights()) +
+         (parity * layout.num_ranks + source) * layout.assignments();
+}
+
+// Where the rows of another rank begin that this one may pull.
+template <typename R>
+__device__ const char* rows_from(const KernelContext& me, int source, std::uint64_t parity) {
+  if constexpr (R::kAreThere) {
+    const RailRows rows{me.dispatch_bytes, me.control.num_domains};
+    if (!is_local(me, source)) {
+      return me.rows_of[host_of(me, source)] + parity * me.dispatch_bytes +
+             rows.put(me.control.domain_of(source));
+    }
+  }
+  return me.rows_of[source] + parity * me.dispatch_bytes;
+}
+
+// Puts what is staged of a phase to the rail peers, after the phase before, which another CTA may
+// have completed: they count the phases.  Called by one thread.
+template <typename R, typename Job>
+__device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, int phase,
+                          std::uint64_t parity, std::uint64_t epoch) {
+  const auto is_next = [&] {
+    return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == phase;
+  };
+  if (!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)) return;
+  const RailRows rows{me.dispatch_bytes, me.control.num_domains};
+  const int start = phase_start(job, phase), end = phase_start(job, phase + 1);
+  const int own = me.control.domain_of(me.rank);
+  for (int domain = 0; domain < me.control.num_domains; ++domain) {
+    if (domain == own) continue;
+    const int last = min(end, job.num_tokens);
+    if (job.has_weights && last > start) {
+      const std::size_t at =
+          reinterpret_cast<char*>(weights_at(me, me.rank, me.rank, parity) + start * job.top_k) -
+          me.control_of[me.rank];
+      put(me, rails, kControlWindow, domain, at, at, sizeof(float) * (last - start) * job.top_k);
+    }
+    const std::size_t first = std::size_t{1} * start * job.row_bytes;
+    const int num_rows = max(0, min(end, job.rail_routes.num_sent[domain]) - start);
+    put(me, rails, kRowsWindow, domain, parity * me.dispatch_bytes + rows.put(own) + first,
+        parity * me.dispatch_bytes + rows.sent(domain) + first,
+        std::size_t{1} * num_rows * job.row_bytes, kRowsPut);
+  }
+  atomicExch(&me.state->put_phases, phase + 1 < job.num_phases ? phase + 1 : 0u);
+}
+
+// Signals each phase that the rail peers have put to the ranks of this domain, as if its source had
+// staged it.  Called by one warp.
+template <typename R, typename Job>
+__device__ void pass_phases_on(const KernelContext& me, const R& rails, const Job& job,
+                               std::uint64_t epoch) {
+  const Control& layout = me.control;
+  const int domain = threadIdx.x % kMaxRanks;
+  if (!has_rail_peer(me, domain)) return;
+  const int source = rail_peer_in(me, domain);
+  for (int phase = 0; phase < job.num_phases; ++phase) {
+    if (!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)) return;
+    fence_system();
+    for (int place = 0; place < layout.local_ranks(); ++place) {
+      const int rank = layout.domain_of(me.rank) * layout.local_ranks() + place;
+      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
+      store_relaxed(flags + source * kPhases + phase, epoch);
+    }
+  }
+}
+
+}  // namespace ncclep::native
