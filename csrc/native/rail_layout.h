@@ -43,8 +43,13 @@ struct RailLayout {
   // uint64 [D][counts], on their way and there.
   NCCLEP_BOTH std::size_t sent_counts() const { return entries() + 2 * num_domains() * 8; }
   NCCLEP_BOTH std::size_t counts() const { return sent_counts() + counts_bytes(); }
+  // uint64 [D][L][chunks]: epoch of the combine whose sums for a chunk of node tokens the rank with
+  // this place has pushed.
+  NCCLEP_BOTH std::size_t pushed() const { return counts() + counts_bytes(); }
   // AssignmentRoute [D][L][T * K] and PairRoute [D][L][T], for the ranks of this domain to fetch.
-  NCCLEP_BOTH std::size_t assignment_routes() const { return counts() + counts_bytes(); }
+  NCCLEP_BOTH std::size_t assignment_routes() const {
+    return pushed() + std::size_t{8} * num_domains() * local_ranks() * control.max_chunks();
+  }
   NCCLEP_BOTH std::size_t pair_routes() const {
     return assignment_routes() +
            num_domains() * local_ranks() * control.assignments() * sizeof(AssignmentRoute);
@@ -57,15 +62,19 @@ struct RailLayout {
   NCCLEP_BOTH std::size_t token_ranks() const { return sent_token_ranks() + tokens() * 4; }
   // int32 [D][L][chunks + 1], for the ranks of this domain to fetch.
   NCCLEP_BOTH std::size_t chunk_pairs() const { return token_ranks() + tokens() * 4; }
-  NCCLEP_BOTH std::size_t end() const {
+  // float [D][T * K], on their way and there: what combine returns for assignments of node tokens.
+  NCCLEP_BOTH std::size_t sent_values() const {
     return chunk_pairs() +
            static_cast<std::size_t>(num_domains()) * local_ranks() * (control.max_chunks() + 1) * 4;
   }
+  NCCLEP_BOTH std::size_t values() const { return sent_values() + values_bytes(); }
+  NCCLEP_BOTH std::size_t end() const { return values() + values_bytes(); }
 
  private:
   NCCLEP_BOTH std::size_t counts_bytes() const {
     return static_cast<std::size_t>(num_domains()) * num_counts() * 8;
   }
+  NCCLEP_BOTH std::size_t values_bytes() const { return num_domains() * control.assignments() * 4; }
 };
 
 // Half of a rows window, for one dispatch: rows that this rank stages for its domain, then node
@@ -82,6 +91,28 @@ struct RailRows {
   NCCLEP_BOTH std::size_t sent(int domain) const { return (1 + domain) * part_bytes(); }
   NCCLEP_BOTH std::size_t put(int domain) const {
     return (1 + num_domains + domain) * part_bytes();
+  }
+};
+
+// The part of a rows window that combine uses, after both halves: sums of ranks for this rank's
+// tokens and for node tokens of its rail peers, [domain][token][place]; then domains' sums, of node
+// tokens on their way to each rail peer, and of this rank's tokens, by domain.
+struct RailSums {
+  std::size_t dispatch_bytes;
+  int num_domains, local_ranks;
+
+  NCCLEP_BOTH std::size_t of_ranks(int domain) const { return at(domain * local_ranks); }
+  NCCLEP_BOTH std::size_t sent(int domain) const { return at(num_ranks() + domain); }
+  NCCLEP_BOTH std::size_t of_domain(int domain) const {
+    return at(num_ranks() + num_domains + domain);
+  }
+  // In the parts of a RailRows.
+  NCCLEP_BOTH int num_parts() const { return num_ranks() + 2 * num_domains; }
+
+ private:
+  NCCLEP_BOTH int num_ranks() const { return num_domains * local_ranks; }
+  NCCLEP_BOTH std::size_t at(int part) const {
+    return 2 * dispatch_bytes + part * RailRows{dispatch_bytes, num_domains}.part_bytes();
   }
 };
 

@@ -177,6 +177,8 @@ struct State {
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
   unsigned int staged[kPhases];                 // CTAs that have staged their part of each phase
   unsigned int put_phases;  // phases of the current dispatch that were put to rail peers
+  // Tokens of each domain, this rank's among its own, whose sums are done in the current combine.
+  unsigned int summed[kMaxRanks][kPhases];
 };
 
 // Passed to every kernel of a group.

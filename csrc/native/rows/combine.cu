@@ -16,6 +16,9 @@
 //
 // The window for sums has a row for each (token, rank).  No rank sends into another's window before
 // that rank has entered this combine, and so has left the previous one.
+//
+// With several NVLink domains the adding CTAs send what is for a rank of another domain to its rail
+// peer in this one.  rails/sums.cuh has the rest.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,6 +28,7 @@
 #include "common/launch.h"
 #include "native/device/call_barrier.cuh"
 #include "native/device/wait.cuh"
+#include "native/rails/sums.cuh"
 #include "native/rows/combine.h"
 #include "native/rows/cta_roles.h"
 #include "native/rows/pairs.cuh"
@@ -41,7 +45,7 @@ namespace {
 using AddUpRing = PieceRing<5>;
 
 // Adds up one adding warp's share of the pairs.
-template <typename T>
+template <typename T, typename R>
 __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice& slice, bool sends,
                     AddUpRing& ring, CompletionTracker& tracker, int warp, std::uint64_t entry,
                     std::uint64_t epoch) {
@@ -70,12 +74,15 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
   const auto find_slot = [&](Pair& found) {
     if (!found.is_there || lane >= found.end - found.first) return;
     found.slot = routes.assignment_slot[found.first + lane];
-    if (sends_weights) found.index = routes.assignment_index[found.first + lane];
+    if (sends_weights) {
+      found.index = value_of<R>(me, job, iterator.source, found.token,
+                                routes.assignment_index[found.first + lane]);
+    }
   };
   Pair now, following = find(), second = find();
   find_slot(following);
   const int source = iterator.source;  // a warp's pairs all come from one rank
-  float* values = reinterpret_cast<float*>(me.control_of[source] + me.control.values());
+  float* values = values_for<R>(me, source);
   float weight = 0;
   bool has_entered = !sends;
   const auto next = [&](Sum* sum) {
@@ -86,13 +93,14 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     second = find();
     find_slot(following);
     if (!has_entered) {
-      has_entered = __all_sync(~0u, wait_for_entry(me, Phase::kCombine, source, entry, epoch) != 0);
+      const int to = R::kAreThere ? host_of(me, source) : source;
+      has_entered = __all_sync(~0u, wait_for_entry(me, Phase::kCombine, to, entry, epoch) != 0);
       if (!has_entered) return now.is_there = false;
     }
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out = sends ? place_of_sum(me, source, now.token, me.rank, job.row_bytes)
+    sum->out = sends ? place_of_sum<R>(me, source, now.token, me.rank, job.row_bytes)
                      : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
     if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
@@ -182,7 +190,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     const int own_first = is_own_first ? 0 : parts_before;
     if (is_part) {
       parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
-          place_of_sum(me, me.rank, now.token, lane, job.row_bytes);
+          place_of_sum<NoRails>(me, me.rank, now.token, lane, job.row_bytes);
     }
     if (lane < own_rows) {
       parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
@@ -219,15 +227,20 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
       fill_nan(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
     }
   }
+  for (int i = threadIdx.x; job.num_phases > 0 && i < me.control.num_domains * kPhases;
+       i += blockDim.x) {
+    me.state->summed[i / kPhases][i % kPhases] = 0;
+  }
   if (threadIdx.x == 0) {
     leave_call(me, entry);
+    me.state->rail_signals[kSumsPut] += job.num_phases;
     me.state->epoch = epoch;
   }
 }
 
-template <typename T, bool kHasParts>
+template <typename T, bool kHasParts, typename R>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    combine_kernel(KernelContext me, Combine job, RingShape shape, CombineSplit split) {
+    combine_kernel(KernelContext me, Combine job, RingShape shape, CombineSplit split, R rails) {
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ const char* parts[kWarps][kWarpSize];
@@ -242,19 +255,19 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     return;
   }
   if (cta == 0) {
-    enter(me, NoRails(), entry);
-    if (warp == 0) compare_entries(me, NoRails(), Phase::kCombine, entry, epoch);
+    enter(me, rails, entry);
+    if (warp == 0) compare_entries(me, rails, Phase::kCombine, entry, epoch);
   }
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
   if (cta < split.adding) {
     const WarpSlice slice{split.adding, kAddingWarps, cta};
     const bool sends = split.sending == 0;
     if (warp < kAddingWarps) {
-      add<T>(me, job, slice, sends, add_up_rings[warp], tracker, warp, entry, epoch);
+      add<T, R>(me, job, slice, sends, add_up_rings[warp], tracker, warp, entry, epoch);
     } else {
       track_completion(me, job.routes, slice, tracker, [&](const Batch& batch) {
         if (sends) {
-          publish_sent(me, job.routes, batch, epoch);
+          publish_sent<R>(me, job.routes, batch, epoch);
         } else {
           publish_added(me, job.routes, batch, epoch);
         }
@@ -272,34 +285,54 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
     } else if (warp == kWarps - 1) {
       track_completion(me, job.routes, slice, tracker,
-                       [&](const Batch& batch) { publish_sent(me, job.routes, batch, epoch); });
+                       [&](const Batch& batch) {
+                         publish_sent<NoRails>(me, job.routes, batch, epoch);
+                       });
     }
     __syncthreads();  // the rings for sums reuse the memory of its rings
   }
-  sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
+  if constexpr (R::kAreThere) {
+    if (warp == 0 && cta == static_cast<int>(gridDim.x) - 1) put_sums(me, rails, job, epoch);
+    __syncwarp();
+    sum_over_domains<T>(me, rails, job, add_up_rings[warp], parts[warp], entry, epoch);
+  } else {
+    sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
+  }
   finish(me, job, entry, epoch);
 }
 
-template <typename T>
+template <typename T, typename R>
 auto kernel_for(bool has_parts) {
-  return has_parts ? combine_kernel<T, true> : combine_kernel<T, false>;
+  if constexpr (R::kAreThere) return combine_kernel<T, true, R>;
+  else return has_parts ? combine_kernel<T, true, R> : combine_kernel<T, false, R>;
+}
+
+template <typename R>
+void launch_combine(const KernelContext& me, const Combine& arguments, int num_sms,
+                    std::uintptr_t stream, const R& rails) {
+  const bool has_parts = me.rank > 1;
+  const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
+                      : arguments.dtype == DType::kFloat16 ? kernel_for<__half, R>(has_parts)
+                                                           : kernel_for<float, R>(has_parts);
+  const RingShape shape = sending_ring_shape(arguments.row_bytes);
+  const int shared_bytes =
+      std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
+  CombineSplit split =
+      split_combine(num_sms, me.control.num_ranks, arguments.top_k, arguments.row_bytes);
+  if (R::kAreThere) split = {split.adding + split.sending, 0, split.summing};
+  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
+                       arguments, shape, split, rails);
 }
 
 }  // namespace
 
-void combine(const KernelContext& me, const Combine& arguments, int num_sms,
-             std::uintptr_t stream) {
-  const bool has_parts = me.rank > 1;
-  const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16>(has_parts)
-                      : arguments.dtype == DType::kFloat16 ? kernel_for<__half>(has_parts)
-                                                           : kernel_for<float>(has_parts);
-  const RingShape shape = sending_ring_shape(arguments.row_bytes);
-  const int shared_bytes =
-      std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
-  const CombineSplit split =
-      split_combine(num_sms, me.control.num_ranks, arguments.top_k, arguments.row_bytes);
-  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
-                       arguments, shape, split);
+void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
+             const Rails* rails) {
+#ifdef NCCLEP_NCCL_HEADERS
+  if (rails != nullptr) return launch_combine(me, arguments, num_sms, stream, *rails);
+#endif
+  require(rails == nullptr, "compiled without NCCL's headers");
+  launch_combine(me, arguments, num_sms, stream, NoRails());
 }
 
 }  // namespace ncclep::native

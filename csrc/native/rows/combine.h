@@ -22,9 +22,14 @@ struct Combine {
   int num_tokens, top_k, row_bytes;
   TokenRoutes token_routes;
   ReceivedRoutes routes;
+  // With several domains: the tokens of any rank, and the phases in which sums are put, 1 to
+  // kPhases; the same on all ranks.
+  int most_tokens = 0, num_phases = 0;
+  RailRoutes rail_routes{};
 };
 
-// Queues the combine.  Collective.
-void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream);
+// Queues the combine.  Collective.  `rails` are null unless there are several domains.
+void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
+             const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

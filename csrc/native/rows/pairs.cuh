@@ -16,16 +16,21 @@ struct WarpSlice {
   int cta;  // this CTA's index among them
 };
 
-// The pairs that one warp of a slice takes, in order: all from one other rank, with a stride of the
-// warps for that rank, so that all ranks are served at any time and all warps end at the same time.
+// The pairs that one warp of a slice takes, in order: all from one source whose sums this rank sends
+// to another rank, with a stride of the warps for that source, so that all are served at any time
+// and all warps end at the same time.
 class PairIterator {
  public:
   __device__ PairIterator(const KernelContext& me, const ReceivedRoutes& routes,
                           const WarpSlice& slice, int warp) {
-    const int others = me.control.num_ranks - 1;
+    const Control& layout = me.control;
+    // Ranks of other domains with this rank's place are its rail peers: it sums up for them itself.
+    const int locals = layout.local_ranks(), others = layout.num_ranks - layout.num_domains;
     if (others == 0) return;
     const int place = warp * slice.num_ctas + slice.cta, warps = slice.num_warps * slice.num_ctas;
-    source = (me.rank + 1 + place % others) % me.control.num_ranks;
+    const int number = place % others;
+    source = (layout.domain_of(me.rank) + number / (locals - 1)) % layout.num_domains * locals +
+             (layout.place_of(me.rank) + 1 + number % (locals - 1)) % locals;
     first_ = routes.first_pair[source];
     end_ = routes.first_pair[source + 1];
     step_ = (warps - place % others + others - 1) / others;  // warps for this rank

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "native/device/call_barrier.cuh"
+#include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
 #include "native/rows/combine.h"
 #include "native/rows/pairs.cuh"
@@ -18,9 +19,18 @@ namespace ncclep::native {
 // A sent row counts as written when its warp has issued this many more pieces.
 constexpr int kSentAhead = 3;
 
-// The place in rank `source`'s window for the sum that `rank` sends for `token`.
-__device__ inline char* place_of_sum(const KernelContext& me, int source, int token, int rank,
-                                     int row_bytes) {
+// The place in rank `source`'s window, or in that of its rail peer, for the sum that `rank` sends for
+// `token`.
+template <typename R>
+__device__ char* place_of_sum(const KernelContext& me, int source, int token, int rank,
+                              int row_bytes) {
+  if constexpr (R::kAreThere) {
+    const Control& layout = me.control;
+    const RailSums sums{me.dispatch_bytes, layout.num_domains, layout.local_ranks()};
+    return me.rows_of[host_of(me, source)] + sums.of_ranks(layout.domain_of(source)) +
+           (static_cast<std::size_t>(token) * layout.local_ranks() + layout.place_of(rank)) *
+               row_bytes;
+  }
   return me.rows_of[source] + 2 * me.dispatch_bytes +
          (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * row_bytes;
 }
@@ -84,7 +94,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
     if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;
     const int offset = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
-    to[s] = place_of_sum(me, now.source, now.token, me.rank, job.row_bytes) + offset;
+    to[s] = place_of_sum<NoRails>(me, now.source, now.token, me.rank, job.row_bytes) + offset;
     ends_row[s] = piece == shape.pieces - 1;
     index[s] = ends_row[s] ? now.index : -1;
     if (index[s] >= 0) weight[s] = job.w[now.slot];
@@ -124,20 +134,38 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
   }
 }
 
-// Called for sums that are in their source rank's window: tells that rank which chunks are
-// complete.
-__device__ inline void publish_sent(const KernelContext& me, const ReceivedRoutes& routes,
-                                    const Batch& batch, std::uint64_t epoch) {
+// In the window of rank `source`, or of its rail peer: the flags for the chunks of the sums that
+// `rank` sends for its tokens.
+template <typename R>
+__device__ std::uint64_t* pushed_flags(const KernelContext& me, int source, int rank) {
+  const Control& layout = me.control;
+  if constexpr (R::kAreThere) {
+    if (!is_local(me, source)) {
+      return reinterpret_cast<std::uint64_t*>(me.control_of[host_of(me, source)] +
+                                              RailLayout{layout}.pushed()) +
+             (layout.domain_of(source) * layout.local_ranks() + layout.place_of(rank)) *
+                 layout.max_chunks();
+    }
+  }
+  return reinterpret_cast<std::uint64_t*>(me.control_of[source] + layout.pushed()) +
+         rank * layout.max_chunks();
+}
+
+// Called for sums that are in the window of their source rank or its rail peer: tells that rank
+// which chunks are complete.
+template <typename R>
+__device__ void publish_sent(const KernelContext& me, const ReceivedRoutes& routes,
+                             const Batch& batch, std::uint64_t epoch) {
   const int max_chunks = me.control.max_chunks();
   const std::int32_t* chunk_pair = routes.chunk_pair + batch.source * (routes.num_chunks + 1);
   auto* num_pushed =
       reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_pushed());
-  auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[batch.source] + me.control.pushed());
+  std::uint64_t* flags = pushed_flags<R>(me, batch.source, me.rank);
   count_off(
       batch, num_pushed + batch.source * max_chunks,
       [&](int pair) { return routes.pair_token[pair] / kChunk; },
       [&](int chunk) { return chunk_pair[chunk + 1] - chunk_pair[chunk]; },
-      [&](int chunk) { store_relaxed(flags + me.rank * max_chunks + chunk, epoch); });
+      [&](int chunk) { store_relaxed(flags + chunk, epoch); });
 }
 
 // The number of units of source `lane`.

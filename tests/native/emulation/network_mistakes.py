@@ -4,7 +4,7 @@
 CASES = (
     ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 8),
     ("rails-plans", 4, 8), ("rails-plans", 6, 6), ("rails-failures", 2, 6),
-    ("rails-rows", 2, 6), ("rails-rows", 4, 4), ("rails-dispatches", 6, 3),
+    ("rails-rows", 2, 6), ("rails-rows", 4, 4), ("rails-dispatches", 6, 3), ("rails-combines", 4, 2), ("rails-combines", 6, 1),
     ("rails-failures", 4, 4), ("rails-calls", 4, 4), ("rails-late", 4, 4),
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ struct Sizes {
   int domains = 1;
   int experts() const { return ranks * local; }
   int domain_of(int rank) const { return rank * domains / ranks; }
+  int place_of(int rank) const { return rank % (ranks / domains); }
 };
 
 struct Assignment {

@@ -95,8 +95,7 @@ void Rows::draw_steps(const std::string& kind, int number) {
   std::vector<int> plans;  // those that can be used
   while (num_steps() < number) {
     Step step{};
-    const int most = sizes.domains > 1 ? shares.plans + shares.dispatches - 1 : 9;
-    const int what = plans.empty() ? 0 : between(0, most);
+    const int what = plans.empty() ? 0 : between(0, 9);
     step.kind = what < shares.plans                       ? Step::kPlan
                 : what < shares.plans + shares.dispatches ? Step::kDispatch
                                                           : Step::kCombine;
@@ -231,8 +230,13 @@ void Rows::combine(int rank, int number) {
   job.row_bytes = step.row_bytes;
   job.token_routes = token_routes_of(plan, num_tokens);
   job.routes = plan.received;
+  if (sizes.domains > 1) {
+    job.most_tokens = routing.most_chunks() * kChunk;
+    job.num_phases = step.phases;
+    job.rail_routes = plan.rail_routes;
+  }
   const KernelContext me = context(rank, call_of(number, rank == differing));
-  launch(rank, [&] { ncclep::native::combine(me, job, step.sms, rank); });
+  launch(rank, [&] { ncclep::native::combine(me, job, step.sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
     require_nan(out, "combine: tokens", rank);
@@ -240,6 +244,7 @@ void Rows::combine(int rank, int number) {
     return;
   }
   std::vector<float> total(num_tokens * hidden, 0), weights(num_tokens * top_k, 0);
+  std::vector<float> of_domain(total);
   for (int expert_rank = 0; expert_rank < sizes.ranks; ++expert_rank) {
     for (const Pair& pair : routing.pairs[expert_rank]) {
       if (pair.source != rank) continue;
@@ -251,9 +256,17 @@ void Rows::combine(int rank, int number) {
           part[i] += numbers.round(value(number, expert_rank, assignment.slot, i));
         }
       }
+      // What a rank adds up for its domain it adds up unrounded: its own rows, or its rail peer's.
+      const bool is_own = sizes.place_of(expert_rank) == sizes.place_of(rank);
       for (int i = 0; i < hidden; ++i) {
-        total[pair.token * hidden + i] += expert_rank == rank ? part[i] : numbers.round(part[i]);
+        of_domain[pair.token * hidden + i] += is_own ? part[i] : numbers.round(part[i]);
       }
+    }
+    if (sizes.domains == 1) {
+      total = of_domain;
+    } else if (sizes.place_of(expert_rank + 1) == 0) {
+      for (std::size_t i = 0; i < total.size(); ++i) total[i] += numbers.round(of_domain[i]);
+      std::fill(of_domain.begin(), of_domain.end(), 0);
     }
   }
   for (int token = 0; token < num_tokens; ++token) {
