@@ -55,9 +55,19 @@ void DeviceCommunicator::close() {
   nccl_->check(nccl_->device_comm_destroy(comm_, &state->device), "ncclDevCommDestroy");
 }
 
+std::shared_ptr<const Rail> DeviceCommunicator::rail(const std::vector<NcclWindow>& windows) const {
+  require(state_ != nullptr, "the network was closed");
+  require(windows.size() <= kNumWindows, windows.size(), " windows: at most ", kNumWindows);
+  auto rail = std::make_shared<Rail>();
+  rail->device = state_->device;
+  for (std::size_t i = 0; i < windows.size(); ++i) {
+    rail->windows[i] = static_cast<ncclWindow_t>(windows[i]);
+  }
+  return rail;
+}
+
 std::vector<Arrival> DeviceCommunicator::probe(NcclWindow window,
                                                const std::vector<std::uint64_t>& words, Probe job) {
-  require(state_ != nullptr, "the network was closed");
   const std::size_t word_bytes = words.size() * sizeof(words[0]);
   std::vector<Arrival> arrivals(words.size());
   const std::size_t arrival_bytes = arrivals.size() * sizeof(Arrival);
@@ -68,7 +78,7 @@ std::vector<Arrival> DeviceCommunicator::probe(NcclWindow window,
   job.words = sent;
   job.arrivals = reinterpret_cast<Arrival*>(sent + words.size());
   cuda_check(cudaMemcpy(sent, words.data(), word_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
-  network::probe({state_->device, {static_cast<ncclWindow_t>(window)}}, job, 0);
+  network::probe(*rail({window}), job, 0);
   cuda_check(cudaDeviceSynchronize(), "putting over the network");
   cuda_check(cudaMemcpy(arrivals.data(), job.arrivals, arrival_bytes, cudaMemcpyDeviceToHost),
              "cudaMemcpy");
@@ -86,6 +96,9 @@ DeviceCommunicator::DeviceCommunicator(std::shared_ptr<Nccl>, NcclComm, int) {
 }
 DeviceCommunicator::~DeviceCommunicator() = default;
 void DeviceCommunicator::close() {}
+std::shared_ptr<const Rail> DeviceCommunicator::rail(const std::vector<NcclWindow>&) const {
+  return nullptr;
+}
 std::vector<Arrival> DeviceCommunicator::probe(NcclWindow, const std::vector<std::uint64_t>&,
                                                Probe) {
   return {};

@@ -16,6 +16,9 @@ namespace ncclep::network {
 // oldest that it runs with; 0: none.  All functions below need one.
 int compiled_for();
 
+// What kernels use a device communicator through, with the windows that they put into.
+struct Rail;
+
 // How NCCL brings kernels' puts to other domains along rails, such as "proxy"; null: it does not.
 const char* transport(const Nccl& nccl, NcclComm comm);
 
@@ -27,6 +30,8 @@ class DeviceCommunicator {
   ~DeviceCommunicator();
   // Collective.
   void close();
+
+  std::shared_ptr<const Rail> rail(const std::vector<NcclWindow>& windows) const;
 
   // Runs `job` (probe.h) on the default stream, which is idle at the end.  Its words are `words`,
   // and what has arrived is returned, by domain.

@@ -22,35 +22,55 @@ std::uint64_t word_of(std::uint64_t round, int from, int to) {
 
 }  // namespace
 
+std::string problem(const Communicator& communicator) {
+  const Nccl& nccl = communicator.nccl();
+  const int num_ranks = communicator.num_ranks(), lsa_size = communicator.lsa_size();
+  if (compiled_for() == 0) {
+    return "no kernels over a network: this extension was built without the headers of NCCL "
+           "2.30.7; "
+           "build it again where NCCL_HOME has them in include/";
+  }
+  if (nccl.version() < compiled_for() || !nccl.device_comm_create) {
+    return join_text("no kernels over a network: they need NCCL ", version_text(compiled_for()),
+                     " or newer, and this is ", nccl.version_text(), ", ", nccl.path());
+  }
+  if (transport(nccl, communicator.get()) == nullptr) {
+    return "NCCL offers kernels no network (GIN) along rails: on every host it needs network cards "
+           "with GPUDirect RDMA, or a plugin (NCCL_RMA_PLUGIN), and NCCL_GIN_ENABLE other than 0; "
+           "NCCL_DEBUG=INFO says what it found";
+  }
+  if (num_ranks % lsa_size != 0) {
+    return join_text(num_ranks, " ranks in NVLink domains of ", lsa_size,
+                     ": rails need as many ranks in each");
+  }
+  return "";
+}
+
 Rails::Rails(std::shared_ptr<Communicator> communicator, double timeout_s,
-             const std::function<void()>& poll)
+             const std::function<void()>& poll, int num_signals)
     : communicator_(std::move(communicator)) {
-  const Nccl& nccl = communicator_->nccl();
-  ensure(compiled_for() > 0,
-         "no kernels over a network: this extension was built without the headers of NCCL 2.30.7; "
-         "build it again where NCCL_HOME has them in include/");
-  ensure(nccl.version() >= compiled_for() && nccl.device_comm_create,
-         "no kernels over a network: they need NCCL ", version_text(compiled_for()),
-         " or newer, and this is ", nccl.version_text(), ", ", nccl.path());
-  transport_ = network::transport(nccl, communicator_->get());
-  ensure(transport_ != nullptr,
-         "NCCL offers kernels no network (GIN) along rails: on every host it needs network cards "
-         "with GPUDirect RDMA, or a plugin (NCCL_RMA_PLUGIN), and NCCL_GIN_ENABLE other than 0; "
-         "NCCL_DEBUG=INFO says what it found");
+  const std::string found = problem(*communicator_);
+  ensure(found.empty(), found);
+  transport_ = network::transport(communicator_->nccl(), communicator_->get());
   const int num_ranks = communicator_->num_ranks(), lsa_size = communicator_->lsa_size();
-  ensure(num_ranks % lsa_size == 0, num_ranks, " ranks in NVLink domains of ", lsa_size,
-         ": rails need as many ranks in each");
   num_domains_ = num_ranks / lsa_size;
   domain_ = communicator_->rank() / lsa_size;
   const auto made = std::make_shared<std::shared_ptr<DeviceCommunicator>>();
-  const auto make = [made, whole = communicator_, num_domains = num_domains_] {
-    *made = std::make_shared<DeviceCommunicator>(whole->shared_nccl(), whole->get(), num_domains);
+  const auto make = [made, whole = communicator_, number = num_signals * num_domains_] {
+    *made = std::make_shared<DeviceCommunicator>(whole->shared_nccl(), whole->get(), number);
   };
   const std::string late =
       join_text("no network for kernels between the ", num_domains_, " domains within ", timeout_s,
                 " s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO");
   made_in_time(make, late, communicator_->device(), timeout_s, poll);
   device_ = *made;
+}
+
+std::shared_ptr<const Rail> Rails::rail(const std::vector<std::shared_ptr<Window>>& windows) const {
+  require(device_ != nullptr, "the network was closed");
+  std::vector<NcclWindow> handles;
+  for (const std::shared_ptr<Window>& window : windows) handles.push_back(window->handle());
+  return device_->rail(handles);
 }
 
 void Rails::probe(const Window& window, double timeout_s) {

@@ -3,22 +3,30 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "nccl/window.h"
 #include "network/gin.h"
 
 namespace ncclep::network {
 
+// Why kernels of the communicator's ranks have no network between their NVLink domains; empty if
+// they have one.
+std::string problem(const Communicator& communicator);
+
 // Construction and closing are collective, over all ranks of the communicator.  Rails that are not
 // closed live until the process ends.
 class Rails {
  public:
-  // Throws when this extension, the loaded NCCL or the machines have no network for kernels, with
-  // what would help, and PeerError when not all ranks come within `timeout_s` seconds.
+  // Each rail peer has `num_signals` signals here.  Throws when this extension, the loaded NCCL or
+  // the machines have no network for kernels, with what would help, and PeerError when not all
+  // ranks come within `timeout_s` seconds.
   Rails(std::shared_ptr<Communicator> communicator, double timeout_s,
-        const std::function<void()>& poll);
+        const std::function<void()>& poll, int num_signals = 1);
 
   int num_domains() const { return num_domains_; }
+  // For kernels that put into these windows, in their order.
+  std::shared_ptr<const Rail> rail(const std::vector<std::shared_ptr<Window>>& windows) const;
   // How NCCL moves what kernels put; "proxy": through a thread on the CPU.
   const char* transport() const { return transport_; }
 

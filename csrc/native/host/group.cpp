@@ -20,6 +20,17 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
       control_{communicator_->num_ranks(), num_experts, 0, 0},
       timeout_s_(timeout_s) {
   check_group(communicator_->num_ranks(), num_experts, timeout_s);
+  const int locals = communicator_->lsa_size();
+  if (locals < communicator_->num_ranks()) {
+    const int first = communicator_->rank() / locals * locals;
+    for (int place = 0; place < locals; ++place) {
+      ensure(communicator_->rank_in_domain(place) == first + place, "rank ",
+             communicator_->rank_in_domain(place), " is in the NVLink domain of rank ",
+             communicator_->rank(), ": the ranks of a domain must follow each other");
+    }
+    network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
+    control_.num_domains = network_->num_domains();
+  }
   try {
     allocate_state();
   } catch (const Error&) {
@@ -118,15 +129,22 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
-  const std::size_t dispatch_bytes = row_bytes * larger.max_tokens;
-  control_window_ = std::make_shared<Window>(communicator_, larger.num_bytes());
-  rows_window_ = std::make_shared<Window>(communicator_, dispatch_bytes * (2 + larger.num_ranks));
+  const int domains = larger.num_domains;
+  const Reach reach = domains > 1 ? Reach::kNetwork : Reach::kDomain;
+  const int parts =
+      2 * RailRows::num_parts(domains) +
+      (domains > 1 ? RailSums{0, domains, larger.local_ranks()}.num_parts() : larger.num_ranks);
+  control_window_ = std::make_shared<Window>(
+      communicator_, domains > 1 ? RailLayout{larger}.end() : larger.num_bytes(), reach);
+  rows_window_ =
+      std::make_shared<Window>(communicator_, row_bytes * larger.max_tokens * parts, reach);
   control_ = larger;
   row_bytes_ = row_bytes;
 }
 
 void Group::open() {
   for (const std::shared_ptr<Window>& window : windows()) window->open();
+  if (network_ != nullptr) rails_ = make_rails(*network_, control_window_, rows_window_);
 }
 
 void Group::clear() {
@@ -141,6 +159,7 @@ void Group::clear() {
 }
 
 void Group::drop() {
+  rails_.reset();
   control_window_.reset();
   rows_window_.reset();
   control_.max_tokens = control_.max_top_k = 0;
@@ -152,6 +171,7 @@ void Group::close() {
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
+  if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
 }
 
@@ -186,9 +206,12 @@ KernelContext Group::context(std::uint64_t call) const {
   KernelContext context{};
   context.control = control_;
   context.rank = communicator_->rank();
-  std::copy(control_window_->peers().begin(), control_window_->peers().end(), context.control_of);
-  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), context.rows_of);
-  context.dispatch_bytes = row_bytes_ * control_.max_tokens;
+  const int first = communicator_->rank_in_domain(0);
+  std::copy(control_window_->peers().begin(), control_window_->peers().end(),
+            context.control_of + first);
+  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), context.rows_of + first);
+  context.dispatch_bytes =
+      row_bytes_ * control_.max_tokens * RailRows::num_parts(control_.num_domains);
   context.state = state_;
   context.mailbox = mailbox_on_device_;
   context.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);
@@ -209,7 +232,7 @@ void Group::check_num_ctas(int num_ctas) const {
 void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
-  queue(stream, [&] { native::refuse(context(), phase, stream); });
+  queue(stream, [&] { native::refuse(context(), phase, stream, rails_.get()); });
 }
 
 }  // namespace ncclep::native

@@ -11,6 +11,7 @@
 
 #include "common/stream_order.h"
 #include "common/tensor.h"
+#include "native/device/rails.h"
 #include "native/host/agreement.h"
 #include "native/plan/plan.h"
 #include "native/state.h"
@@ -52,7 +53,8 @@ struct Plan {
 };
 
 // Construction, making windows and `close` are collective, and so is every call that queues work.
-// An object that is not closed lives until the process ends.
+// An object that is not closed lives until the process ends.  With several NVLink domains the
+// kernels use the network (docs/network.md).
 class Group {
  public:
   Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s);
@@ -172,6 +174,10 @@ class Group {
   PlanScratch plan_scratch(int num_sms) const;
   void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                    const Tensor& routes) const;
+  // Of a plan's routes: the part for other domains, at the start, and the rest.
+  std::int64_t rail_size(int num_chunks) const;
+  RailRoutes rail_routes(const Plan& plan) const;
+  ReceivedRoutes received_routes(const Plan& plan) const;
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;
@@ -182,6 +188,8 @@ class Group {
   std::shared_ptr<StreamOrder> order_;
   std::optional<Event> reached_;  // the stream has reached the last plan that the host waits for
   std::shared_ptr<Window> control_window_, rows_window_;
+  std::shared_ptr<network::Rails> network_;  // with several domains
+  std::shared_ptr<const Rails> rails_;       // while the windows are open
   State* state_ = nullptr;
   int max_sms_ = 0;  // all SMs of the GPU; `plan_scratch_` is sized for them
   std::int32_t* plan_scratch_ = nullptr;

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "common/cuda.h"
 #include "native/host/call.h"
 #include "native/host/checks.h"
 #include "native/host/group.h"
@@ -34,17 +35,32 @@ TokenRoutes token_routes_of(const Tensor& token_routes) {
   return TokenRoutes::in(pointer<std::int32_t>(token_routes), token_routes.shape.at(1));
 }
 
-ReceivedRoutes received_routes(const Plan& plan, int num_ranks) {
-  return ReceivedRoutes::in(pointer<std::int32_t>(plan.routes), num_ranks, plan.num_chunks,
-                            plan.max_pairs, plan.max_assignments);
+}  // namespace
+
+std::int64_t Group::rail_size(int num_chunks) const {
+  const int most_tokens = num_chunks * kChunk;
+  if (control_.num_domains == 1) return 0;
+  return RailRoutes::size(control_.num_domains, most_tokens, most_tokens);
 }
 
-}  // namespace
+RailRoutes Group::rail_routes(const Plan& plan) const {
+  const int most_tokens = plan.num_chunks * kChunk;
+  if (control_.num_domains == 1) return {};
+  return RailRoutes::in(pointer<std::int32_t>(plan.routes), control_.num_domains, most_tokens,
+                        most_tokens);
+}
+
+ReceivedRoutes Group::received_routes(const Plan& plan) const {
+  return ReceivedRoutes::in(pointer<std::int32_t>(plan.routes) + rail_size(plan.num_chunks),
+                            control_.num_ranks, plan.num_chunks, plan.max_pairs,
+                            plan.max_assignments);
+}
 
 std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
                                 int num_chunks) const {
   check_room(control_, max_pairs, max_assignments, num_chunks);
-  return ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_assignments);
+  return rail_size(num_chunks) +
+         ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_assignments);
 }
 
 PlanScratch Group::plan_scratch(int num_sms) const {
@@ -79,6 +95,7 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
   count.routed_per_expert = count.tokens_per_expert + control_.num_local();
   count.num_dropped = count.routed_per_expert + control_.num_local();
   count.token_routes = token_routes_of(plan.token_routes);
+  count.rail_routes = rail_routes(plan);
   Drop drop{};
   if (kept) {
     drop.topk_idx = count.topk_idx;
@@ -105,9 +122,9 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
         context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
     const KernelContext me = context();
     if (count.ticket != 0) reached_->record(stream);
-    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream);
-    native::plan_count(kept ? me : first, count, scratch, num_sms, stream);
-    native::plan_receive(me, received_routes(plan, control_.num_ranks), scratch, num_sms, stream);
+    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
+    native::plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
+    native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
   });
   return count.ticket;
 }
@@ -123,10 +140,17 @@ void Group::take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_ass
 void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                          const Tensor& routes, int num_sms, std::uintptr_t stream) {
   check_plan(control_, plan);
+  const Tensor before = plan.routes;
   take_routes(plan, max_pairs, max_assignments, routes);
+  const std::size_t kept = rail_size(plan.num_chunks) * sizeof(std::int32_t);
   queue(stream, [&] {
-    native::plan_receive(context(), received_routes(plan, control_.num_ranks),
-                         plan_scratch(num_sms), num_sms, stream);
+    if (kept > 0) {  // what the first kernel has written
+      cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,
+                                 reinterpret_cast<cudaStream_t>(stream)),
+                 "cudaMemcpyAsync");
+    }
+    native::plan_receive(context(), received_routes(plan), plan_scratch(num_sms), num_sms, stream,
+                         rail_routes(plan));
   });
 }
 
@@ -152,15 +176,17 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + num_local;
   job.token_ranks = token_routes_of(plan.token_routes).token_ranks;
-  job.routes = received_routes(plan, control_.num_ranks);
+  job.routes = received_routes(plan);
+  job.rail_routes = rail_routes(plan);
   const KernelContext me =
       context(call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights));
-  queue(stream, [&] { native::dispatch(me, job, num_sms, stream); });
+  queue(stream, [&] { native::dispatch(me, job, num_sms, stream, rails_.get()); });
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
   check_plan(control_, plan);
   check_num_sms(control_, num_sms, max_sms_);
+  if (control_.num_domains > 1) return 0;
   const CombineSplit split = split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes);
   return split.sending > 0 ? plan.num_pairs : 0;
 }
@@ -183,10 +209,15 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(y);
   job.token_routes = token_routes_of(plan.token_routes);
-  job.routes = received_routes(plan, control_.num_ranks);
+  job.routes = received_routes(plan);
+  if (control_.num_domains > 1) {
+    job.most_tokens = plan.num_chunks * kChunk;
+    job.num_phases = num_phases_of(job.most_tokens, job.row_bytes);
+    job.rail_routes = rail_routes(plan);
+  }
   const KernelContext me =
       context(call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights));
-  queue(stream, [&] { native::combine(me, job, num_sms, stream); });
+  queue(stream, [&] { native::combine(me, job, num_sms, stream, rails_.get()); });
 }
 
 }  // namespace ncclep::native

@@ -19,7 +19,7 @@ enum class Side { kLeft, kBrought };
 struct Probe {
   const char* window;
   const char* end;
-  int peer;  // the other rank, or this one: kernels use their own address too
+  int peer;  // rank of the other one, or this one: kernels use their own address too
   std::uintptr_t address;
   std::uint64_t value;  // different for each writer, reader, place and generation
 };
@@ -55,9 +55,9 @@ std::vector<Probe> probes_of(const std::vector<WindowView>& windows, int rank,
               std::uint64_t{writer}, std::uint64_t{reader}}) {
           value = mixed(value, number);
         }
-        probes.push_back({window.name, at_end ? "end" : "start", static_cast<int>(peer),
-                          reinterpret_cast<std::uintptr_t>(base) + start + place * kWordBytes,
-                          value});
+        probes.push_back(
+            {window.name, at_end ? "end" : "start", window.first_rank + static_cast<int>(peer),
+             reinterpret_cast<std::uintptr_t>(base) + start + place * kWordBytes, value});
       }
     }
   }

@@ -22,6 +22,7 @@ struct WindowView {
   char* own;                 // this rank's memory
   std::size_t num_bytes;     // of each rank's
   std::vector<char*> peers;  // every rank's memory, by rank
+  int first_rank = 0;        // of this domain; ranks count from it here
 };
 
 // Has every rank write words at both ends of its own windows, verify the others' words in their
@@ -49,11 +50,12 @@ void open_checked(Owner& owner, Communicator& communicator, const Agreement& agr
   };
   agreement.on_all_ranks("opening its windows", no_problem([&] { owner.open(); }), remedy);
   std::vector<WindowView> views;
+  const int first_rank = communicator.rank_in_domain(0);
   for (const auto& window : owner.windows()) {
-    views.push_back(
-        {names.at(views.size()), window->address(), window->num_bytes(), window->peers()});
+    views.push_back({names.at(views.size()), window->address(), window->num_bytes(),
+                     window->peers(), first_rank});
   }
-  check_windows(agreement, views, communicator.rank(), generation, remedy);
+  check_windows(agreement, views, communicator.rank() - first_rank, generation, remedy);
   agreement.on_all_ranks("clearing its windows", no_problem([&] { owner.clear(); }), remedy);
 }
 

@@ -8,9 +8,9 @@
 // Every warp first takes part in the sums of the domain, and only then in those over domains: these
 // wait for other ranks, whose sums may wait for the former.
 //
-// Why nothing is overwritten that is still needed: what a rank sends or puts to another one, and what
-// it prepares to be put there, it writes only when that rank has entered this combine, and so has
-// left the previous one, with everything that was put to it.
+// Why nothing is overwritten that is still needed: what a rank sends or puts to another one, and
+// what it prepares to be put there, it writes only when that rank has entered this combine, and so
+// has left the previous one, with everything that was put to it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,8 +29,8 @@
 
 namespace ncclep::native {
 
-// Where the values for assignments of `source` are sent to, and the place there of the one with this
-// index.
+// Where the values for assignments of `source` are sent to, and the place there of the one with
+// this index.
 template <typename R>
 __device__ float* values_for(const KernelContext& me, int source) {
   if constexpr (R::kAreThere) {
@@ -154,10 +154,9 @@ class DomainSums {
     const int source = rail_peer_in(me_, domain), rank = own_ * me_.control.local_ranks() + lane;
     const std::uint32_t others = ranks & ~(1u << place);
     const bool is_part = others >> lane & 1;
-    const bool is_here = !is_part || wait_for(me_, Phase::kCombine, rank,
-                                              pushed_flags<R>(me_, source, rank) +
-                                                  token / kChunk,
-                                              epoch_);
+    const bool is_here =
+        !is_part || wait_for(me_, Phase::kCombine, rank,
+                             pushed_flags<R>(me_, source, rank) + token / kChunk, epoch_);
     if (!__all_sync(~0u, is_here)) return give_up();
     // In the order of ranks; this rank's own rows first where only one part is before them.
     const int parts_before = __popc(others & ((1u << place) - 1));
@@ -289,8 +288,7 @@ __device__ void sum_over_domains(const KernelContext& me, const R& rails, const 
   const int domain = threadIdx.x % kWarpSize;
   bool has_entered = true;
   if (has_rail_peer(me, domain)) {
-    has_entered =
-        wait_for_entry(me, Phase::kCombine, rail_peer_in(me, domain), entry, epoch) != 0;
+    has_entered = wait_for_entry(me, Phase::kCombine, rail_peer_in(me, domain), entry, epoch) != 0;
   }
   if (!__all_sync(~0u, has_entered)) return;
   DomainSums<R> sums(me, rails, job, parts, epoch);

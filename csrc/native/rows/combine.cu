@@ -284,10 +284,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
       watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
     } else if (warp == kWarps - 1) {
-      track_completion(me, job.routes, slice, tracker,
-                       [&](const Batch& batch) {
-                         publish_sent<NoRails>(me, job.routes, batch, epoch);
-                       });
+      track_completion(me, job.routes, slice, tracker, [&](const Batch& batch) {
+        publish_sent<NoRails>(me, job.routes, batch, epoch);
+      });
     }
     __syncthreads();  // the rings for sums reuse the memory of its rings
   }
@@ -303,8 +302,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 
 template <typename T, typename R>
 auto kernel_for(bool has_parts) {
-  if constexpr (R::kAreThere) return combine_kernel<T, true, R>;
-  else return has_parts ? combine_kernel<T, true, R> : combine_kernel<T, false, R>;
+  if constexpr (R::kAreThere)
+    return combine_kernel<T, true, R>;
+  else
+    return has_parts ? combine_kernel<T, true, R> : combine_kernel<T, false, R>;
 }
 
 template <typename R>

@@ -16,9 +16,9 @@ struct WarpSlice {
   int cta;  // this CTA's index among them
 };
 
-// The pairs that one warp of a slice takes, in order: all from one source whose sums this rank sends
-// to another rank, with a stride of the warps for that source, so that all are served at any time
-// and all warps end at the same time.
+// The pairs that one warp of a slice takes, in order: all from one source whose sums this rank
+// sends to another rank, with a stride of the warps for that source, so that all are served at any
+// time and all warps end at the same time.
 class PairIterator {
  public:
   __device__ PairIterator(const KernelContext& me, const ReceivedRoutes& routes,

@@ -19,8 +19,8 @@ namespace ncclep::native {
 // A sent row counts as written when its warp has issued this many more pieces.
 constexpr int kSentAhead = 3;
 
-// The place in rank `source`'s window, or in that of its rail peer, for the sum that `rank` sends for
-// `token`.
+// The place in rank `source`'s window, or in that of its rail peer, for the sum that `rank` sends
+// for `token`.
 template <typename R>
 __device__ char* place_of_sum(const KernelContext& me, int source, int token, int rank,
                               int row_bytes) {

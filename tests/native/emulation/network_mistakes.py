@@ -4,8 +4,9 @@
 CASES = (
     ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 8),
     ("rails-plans", 4, 8), ("rails-plans", 6, 6), ("rails-failures", 2, 6),
-    ("rails-rows", 2, 6), ("rails-rows", 4, 4), ("rails-dispatches", 6, 3), ("rails-combines", 4, 2), ("rails-combines", 6, 1),
-    ("rails-failures", 4, 4), ("rails-calls", 4, 4), ("rails-late", 4, 4),
+    ("rails-rows", 2, 6), ("rails-rows", 4, 4), ("rails-dispatches", 6, 3),
+    ("rails-combines", 4, 2), ("rails-combines", 6, 1), ("rails-failures", 4, 4),
+    ("rails-calls", 4, 4), ("rails-late", 4, 4),
 )  # fmt: skip
 
 # As `Mistake` has them.
@@ -64,6 +65,28 @@ MISTAKES = {
     "rails: a node token's weight is taken when its row is there": (
         "native/rows/dispatch.cu", "if («job.has_weights && !is_local(me, lane)») return", "false",
         "rails-dispatches", 4, "dispatch: weight"),
+    "rails: sums are put before they are made": (
+        "native/rails/sums.cuh", "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
+        "rails-combines", 2, "combine: "),
+    "rails: a domain's sums are taken before they have come": (
+        "native/rails/sums.cuh", "kSumsPut, lane,\n" + " " * 47 + "«phase + 1», epoch_)", "0",
+        "rails-combines", 2, "combine: "),
+    "rails: this domain's sums are taken before they are made": (
+        "native/rails/sums.cuh", "is_here = lane == own_ ? «wait_for_sums(me_, job_, own_, phase)»",
+        "true",
+        "rails-combines", 4, "combine: "),
+    "rails: sums are put before the rail peer has entered": (
+        "native/rails/sums.cuh",
+        "has_entered = «wait_for_entry(me, Phase::kCombine, rail_peer_in(me, domain), entry, epoch)"
+        " != 0»;",
+        "true",
+        "rails-combines", 2, "."),
+    "rails: a sum is counted before it is stored": (
+        "native/rails/sums.cuh", "«__threadfence();»\n      atomicAdd", "",
+        "rails-combines", 4, "combine: "),
+    "rails: sums of the combine before are counted": (
+        "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",
+        "rails-combines", 2, "combine: "),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),

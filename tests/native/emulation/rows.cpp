@@ -34,7 +34,7 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
     sizes.max_top_k = ranks <= 3 ? 16 : 8;
     sizes.max_row_bytes = 64;
   } else if (kind == "combines") {
-    sizes.max_tokens = 400;
+    sizes.max_tokens = domains > 1 ? 140 : 400;
     sizes.max_row_bytes = 16 * one_of({1, 4});
   } else if (kind == "calls") {
     sizes.max_tokens = 8;

@@ -53,7 +53,7 @@ void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
 void dispatch(const KernelContext&, const Dispatch&, int, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
-void combine(const KernelContext&, const Combine&, int, std::uintptr_t stream) {
+void combine(const KernelContext&, const Combine&, int, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
 void low_latency_dispatch(const KernelContext&, const LowLatencyContext&, const LowLatencyDispatch&,
