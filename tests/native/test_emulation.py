@@ -238,7 +238,7 @@ MISTAKES = {
         "«!had_failed(me)») {\n    if (blockIdx.x == 0", "had_failed(me), true",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a combine goes on after a failure": Mistake(
-        "native/rows/combine.cu", "«had_failed(me)») {\n    finish(me, job, entry, epoch);",
+        "native/rows/combine.cu", "«had_failed(me)») {\n    finish<R>(me, job, entry, epoch);",
         "had_failed(me), false",
         "failures", 2, "failure: rank . writes into other ranks' windows|an address"),
     "a grid's barrier lets through without all CTAs": Mistake(

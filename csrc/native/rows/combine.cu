@@ -51,7 +51,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
                     std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator iterator(me, routes, slice, warp);
+  PairIterator<R> iterator(me, routes, slice, warp);
   const bool sends_weights = sends && job.has_weights;
   // Routes are prefetched: the range of assignments of the pair after the next one, and the slots
   // of the next one.
@@ -218,6 +218,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
 }
 
 // All threads call this last.
+template <typename R>
 __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_t entry,
                        std::uint64_t epoch) {
   if (!leave(me)) return;
@@ -227,13 +228,14 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
       fill_nan(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
     }
   }
-  for (int i = threadIdx.x; job.num_phases > 0 && i < me.control.num_domains * kPhases;
-       i += blockDim.x) {
-    me.state->summed[i / kPhases][i % kPhases] = 0;
+  if constexpr (R::kAreThere) {
+    for (int i = threadIdx.x; i < me.control.num_domains * kPhases; i += blockDim.x) {
+      me.state->summed[i / kPhases][i % kPhases] = 0;
+    }
   }
   if (threadIdx.x == 0) {
     leave_call(me, entry);
-    me.state->rail_signals[kSumsPut] += job.num_phases;
+    if constexpr (R::kAreThere) me.state->rail_signals[kSumsPut] += job.num_phases;
     me.state->epoch = epoch;
   }
 }
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   progress.clear();
   tracker.clear();
   if (had_failed(me)) {
-    finish(me, job, entry, epoch);
+    finish<R>(me, job, entry, epoch);
     return;
   }
   if (cta == 0) {
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (warp < kAddingWarps) {
       add<T, R>(me, job, slice, sends, add_up_rings[warp], tracker, warp, entry, epoch);
     } else {
-      track_completion(me, job.routes, slice, tracker, [&](const Batch& batch) {
+      track_completion<R>(me, job.routes, slice, tracker, [&](const Batch& batch) {
         if (sends) {
           publish_sent<R>(me, job.routes, batch, epoch);
         } else {
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
       watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
     } else if (warp == kWarps - 1) {
-      track_completion(me, job.routes, slice, tracker, [&](const Batch& batch) {
+      track_completion<NoRails>(me, job.routes, slice, tracker, [&](const Batch& batch) {
         publish_sent<NoRails>(me, job.routes, batch, epoch);
       });
     }
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   } else {
     sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
   }
-  finish(me, job, entry, epoch);
+  finish<R>(me, job, entry, epoch);
 }
 
 template <typename T, typename R>

@@ -19,18 +19,23 @@ struct WarpSlice {
 // The pairs that one warp of a slice takes, in order: all from one source whose sums this rank
 // sends to another rank, with a stride of the warps for that source, so that all are served at any
 // time and all warps end at the same time.
+template <typename R>
 class PairIterator {
  public:
   __device__ PairIterator(const KernelContext& me, const ReceivedRoutes& routes,
                           const WarpSlice& slice, int warp) {
     const Control& layout = me.control;
-    // Ranks of other domains with this rank's place are its rail peers: it sums up for them itself.
-    const int locals = layout.local_ranks(), others = layout.num_ranks - layout.num_domains;
+    // It sums up for its rail peers itself.
+    const int others = layout.num_ranks - (R::kAreThere ? layout.num_domains : 1);
     if (others == 0) return;
     const int place = warp * slice.num_ctas + slice.cta, warps = slice.num_warps * slice.num_ctas;
-    const int number = place % others;
-    source = (layout.domain_of(me.rank) + number / (locals - 1)) % layout.num_domains * locals +
-             (layout.place_of(me.rank) + 1 + number % (locals - 1)) % locals;
+    if constexpr (R::kAreThere) {
+      const int number = place % others, locals = layout.local_ranks();
+      source = (layout.domain_of(me.rank) + number / (locals - 1)) % layout.num_domains * locals +
+               (layout.place_of(me.rank) + 1 + number % (locals - 1)) % locals;
+    } else {
+      source = (me.rank + 1 + place % others) % layout.num_ranks;
+    }
     first_ = routes.first_pair[source];
     end_ = routes.first_pair[source + 1];
     step_ = (warps - place % others + others - 1) / others;  // warps for this rank
@@ -118,13 +123,13 @@ constexpr int kBookPauses = 8, kBookPauseNs = 500;
 
 // Calls publish(batch) for the pairs that a warp of the slice has finished, once what the warp
 // wrote for them is visible to all ranks.  Called by one warp, whose lane i follows warp i.
-template <typename Publish>
+template <typename R, typename Publish>
 __device__ void track_completion(const KernelContext& me, const ReceivedRoutes& routes,
                                  const WarpSlice& slice, CompletionTracker& tracker,
                                  Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < slice.num_warps;
-  PairIterator iterator(me, routes, slice, follows ? lane : 0);
+  PairIterator<R> iterator(me, routes, slice, follows ? lane : 0);
   int num_published = 0;
   for (bool is_over = false; !is_over;) {
     for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {

@@ -47,7 +47,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
                             std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator iterator(me, routes, slice, warp);
+  PairIterator<NoRails> iterator(me, routes, slice, warp);
   struct Pair {
     bool is_there = false;
     int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
