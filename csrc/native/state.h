@@ -17,6 +17,7 @@ namespace ncclep::native {
 #endif
 
 constexpr int kMaxRanks = 32;
+constexpr int kWarpSize = 32;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 512;
 constexpr int kMaxTokens = 65536;
@@ -171,7 +172,7 @@ struct State {
   std::uint64_t waited_ns;  // in total, for other ranks to enter this rank's calls
   unsigned int arrived;     // at the current operation's grid barriers, all counted together
   unsigned int leaving;     // CTAs of the current operation that are done
-  unsigned int next;        // next work item that no warp has taken (rows/work_counter.cuh)
+  unsigned int next;        // next work item that no warp has taken (device/work_counter.cuh)
   unsigned int failed;      // kernels do no more work, and fill their outputs with NaN
   unsigned int is_bad;      // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for

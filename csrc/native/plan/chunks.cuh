@@ -20,7 +20,6 @@
 namespace ncclep::native {
 
 constexpr int kPlanThreads = 512;
-constexpr int kWarpSize = 32;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
 constexpr int kMaxColumns = kMaxExperts + kMaxRanks + kMaxDomains;
 constexpr std::size_t kMaxHeldBytes = 160 * 1024;

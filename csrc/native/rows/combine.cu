@@ -18,7 +18,7 @@
 // that rank has entered this combine, and so has left the previous one.
 //
 // With several NVLink domains the adding CTAs send what is for a rank of another domain to its rail
-// peer in this one.  rails/sums.cuh has the rest.
+// peer in this one.  rows/domain_sums.cuh has the rest.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -28,15 +28,15 @@
 #include "common/launch.h"
 #include "native/device/call_barrier.cuh"
 #include "native/device/wait.cuh"
-#include "native/rails/sums.cuh"
+#include "native/device/work_counter.cuh"
 #include "native/rows/combine.h"
 #include "native/rows/cta_roles.h"
+#include "native/rows/domain_sums.cuh"
 #include "native/rows/pairs.cuh"
 #include "native/rows/progress.cuh"
 #include "native/rows/reduce_rows.cuh"
 #include "native/rows/ring.cuh"
 #include "native/rows/send.cuh"
-#include "native/rows/work_counter.cuh"
 
 namespace ncclep::native {
 

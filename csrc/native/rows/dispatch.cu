@@ -28,12 +28,12 @@
 #include "common/launch.h"
 #include "native/device/call_barrier.cuh"
 #include "native/device/wait.cuh"
+#include "native/device/work_counter.cuh"
 #include "native/rails/phases.cuh"
 #include "native/rows/cta_roles.h"
 #include "native/rows/dispatch.h"
 #include "native/rows/progress.cuh"
 #include "native/rows/ring.cuh"
-#include "native/rows/work_counter.cuh"
 
 namespace ncclep::native {
 

@@ -11,7 +11,6 @@
 
 namespace ncclep::native {
 
-constexpr int kWarpSize = 32;
 struct Ring {
   char* pieces;         // [kRingStages][piece_bytes] of shared memory
   std::uint64_t* full;  // [kRingStages]: the load of a stage completes a phase

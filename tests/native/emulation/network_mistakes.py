@@ -66,23 +66,24 @@ MISTAKES = {
         "native/rows/dispatch.cu", "if («job.has_weights && !is_local(me, lane)») return", "false",
         "rails-dispatches", 4, "dispatch: weight"),
     "rails: sums are put before they are made": (
-        "native/rails/sums.cuh", "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
+        "native/rows/domain_sums.cuh",
+        "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
-        "native/rails/sums.cuh", "kSumsPut, lane,\n" + " " * 47 + "«phase + 1», epoch_)", "0",
+        "native/rows/domain_sums.cuh", "kSumsPut, lane,\n" + " " * 47 + "«phase + 1», epoch_)", "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
-        "native/rails/sums.cuh", "is_here = lane == own_ ? «wait_for_sums(me_, job_, own_, phase)»",
-        "true",
+        "native/rows/domain_sums.cuh",
+        "is_here = lane == own_ ? «wait_for_sums(me_, job_, own_, phase)»", "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
-        "native/rails/sums.cuh",
+        "native/rows/domain_sums.cuh",
         "has_entered = «wait_for_entry(me, Phase::kCombine, rail_peer_in(me, domain), entry, epoch)"
         " != 0»;",
         "true",
         "rails-combines", 2, "."),
     "rails: a sum is counted before it is stored": (
-        "native/rails/sums.cuh", "«__threadfence();»\n      atomicAdd", "",
+        "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd", "",
         "rails-combines", 4, "combine: "),
     "rails: sums of the combine before are counted": (
         "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",

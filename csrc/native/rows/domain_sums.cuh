@@ -21,11 +21,11 @@
 #include "native/device/call_barrier.cuh"
 #include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
+#include "native/device/work_counter.cuh"
 #include "native/rails/phases.cuh"
 #include "native/rows/combine.h"
 #include "native/rows/reduce_rows.cuh"
 #include "native/rows/send.cuh"
-#include "native/rows/work_counter.cuh"
 
 namespace ncclep::native {
 

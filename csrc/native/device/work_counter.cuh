@@ -4,7 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include "native/rows/ring.cuh"
 #include "native/state.h"
 
 namespace ncclep::native {
