@@ -36,7 +36,7 @@ THREAD = ("-fsanitize=thread", "-DNCCLEP_ONE_MAPPING", "-Dmmap=mmap_once", "-Dmu
 EXCHANGE = [HERE / "exchange.cpp", CSRC / "host/exchange.cpp"]
 # Windows of the stand-in for NCCL have no peers to check: window_check.cpp has a test of its own.
 HOST = [
-    *(HERE / name for name in ("host.cpp", "kernels.cpp", "cuda.cpp")),
+    *(HERE / name for name in ("host.cpp", "kernels.cpp", "network.cpp", "cuda.cpp")),
     *(path for name in ("c_interface", "common", "native", "nccl")
       for path in sorted((CSRC / name).rglob("*.cpp")) if path.stem != "window_check"),
 ]  # fmt: skip

@@ -1,7 +1,6 @@
 // In place of the kernels: they do nothing but let the host see what it waits for.
 #include <vector>
 
-#include "native/device/rails.h"
 #include "native/device/refusal.h"
 #include "native/host/window_check.h"
 #include "native/low_latency/protocol.h"
@@ -66,22 +65,9 @@ void low_latency_combine(const KernelContext&, const LowLatencyContext&, const L
   standin::note_kernel(stream);
 }
 
-// Its ranks are in one NVLink domain.
-std::shared_ptr<const Rails> make_rails(const network::Rails&, const std::shared_ptr<Window>&,
-                                        const std::shared_ptr<Window>&) {
-  return nullptr;
-}
-
 // The peers of the stand-in's windows have no memory: tests/native/window_check.cpp checks some
 // that have.
 void check_windows(const Agreement&, const std::vector<WindowView>&, int, std::uint64_t,
                    const std::string&) {}
 
 }  // namespace ncclep::native
-
-namespace ncclep::network {
-
-Rails::Rails(std::shared_ptr<Communicator>, double, const std::function<void()>&, int) {}
-void Rails::close() {}
-
-}  // namespace ncclep::network
