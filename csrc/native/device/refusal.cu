@@ -10,7 +10,7 @@ namespace ncclep::native {
 namespace {
 
 template <typename R>
-__global__ void refuse_kernel(KernelContext me, Phase phase, R rails) {
+__global__ void refuse_kernel(KernelContext me, Phase phase, const __grid_constant__ R rails) {
   const int rank = threadIdx.x;
   if (rank == me.rank) {
     report_failure(me, Reason::kRefused, phase, me.rank, current_epoch(me));

@@ -222,7 +222,7 @@ __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
 template <typename Index, typename R>
 __global__ void __launch_bounds__(kPlanThreads, 1)
     drop_kernel(KernelContext me, Drop job, PlanScratch scratch, TokenPartition partition,
-                R rails) {
+                const __grid_constant__ R rails) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const ChunkTile tile(partition, memory);

@@ -327,7 +327,7 @@ __device__ void finish(const KernelContext& me, const R& rails, const PlanCount&
 template <typename Index, typename R>
 __global__ void __launch_bounds__(kPlanThreads, 1)
     count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, TokenPartition partition,
-                 R rails) {
+                 const __grid_constant__ R rails) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   const Control& layout = me.control;

@@ -242,7 +242,8 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
 
 template <typename T, bool kHasParts, typename R>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    combine_kernel(KernelContext me, Combine job, RingShape shape, CombineSplit split, R rails) {
+    combine_kernel(const __grid_constant__ KernelContext me, const __grid_constant__ Combine job,
+                   RingShape shape, CombineSplit split, const __grid_constant__ R rails) {
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ const char* parts[kWarps][kWarpSize];

@@ -312,7 +312,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
 
 template <typename R>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split, R rails) {
+    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split,
+                    const __grid_constant__ R rails) {
   extern __shared__ __align__(128) char pieces[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ Progress progress;

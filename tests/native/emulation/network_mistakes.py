@@ -2,11 +2,11 @@
 
 # Kind, ranks, number.
 CASES = (
-    ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 8),
-    ("rails-plans", 4, 8), ("rails-plans", 6, 6), ("rails-failures", 2, 6),
-    ("rails-rows", 2, 6), ("rails-rows", 4, 4), ("rails-dispatches", 6, 3),
-    ("rails-combines", 4, 2), ("rails-combines", 6, 1), ("rails-failures", 4, 4),
-    ("rails-calls", 4, 4), ("rails-late", 4, 4),
+    ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 6),
+    ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-failures", 2, 6),
+    ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
+    ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
+    ("rails-calls", 4, 4), ("rails-late", 4, 3),
 )  # fmt: skip
 
 # As `Mistake` has them.

@@ -11,6 +11,7 @@
 #define __device__
 #define __host__
 #define __global__
+#define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
 
