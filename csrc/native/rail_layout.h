@@ -106,8 +106,10 @@ struct RailSums {
   NCCLEP_BOTH std::size_t of_domain(int domain) const {
     return at(num_ranks() + num_domains + domain);
   }
-  // In the parts of a RailRows.
-  NCCLEP_BOTH int num_parts() const { return num_ranks() + 2 * num_domains; }
+  // In the parts of a RailRows; of a group of one domain a row of each rank for each token.
+  NCCLEP_BOTH int num_parts() const {
+    return num_domains == 1 ? local_ranks : num_ranks() + 2 * num_domains;
+  }
 
  private:
   NCCLEP_BOTH int num_ranks() const { return num_domains * local_ranks; }
@@ -115,5 +117,12 @@ struct RailSums {
     return 2 * dispatch_bytes + part * RailRows{dispatch_bytes, num_domains}.part_bytes();
   }
 };
+
+// Bytes of a rows window, for tokens whose rows have `token_bytes` together.
+inline std::size_t rows_window_bytes(const Control& control, std::size_t token_bytes) {
+  const int domains = control.num_domains;
+  return token_bytes * (2 * RailRows::num_parts(domains) +
+                        RailSums{0, domains, control.local_ranks()}.num_parts());
+}
 
 }  // namespace ncclep::native

@@ -70,15 +70,15 @@ __device__ void pass_entries_on(const KernelContext& me, const R& rails, Phase p
       __ldcg(reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.entries()) +
              number % 2 * layout.num_domains() + domain);
   for (int place = 0; place < layout.local_ranks(); ++place) {
-    const int rank = control.domain_of(me.rank) * layout.local_ranks() + place;
-    store_release(entry_word(me, rank, number, rail_peer_in(me, domain)), entry);
+    store_release(entry_word(me, local_rank(me, place), number, rail_peer_in(me, domain)), entry);
   }
 }
 
 // Leaves a call: the next one has the next number.  Called by one thread of the last CTA.
-__device__ inline void leave_call(const KernelContext& me, std::uint64_t number) {
+template <typename R>
+__device__ void leave_call(const KernelContext& me, std::uint64_t number) {
   me.state->entries = number;
-  me.state->rail_signals[kEntryPut] += 1;
+  count_signals<R>(me, kEntryPut, 1);
 }
 
 // Waits until `peer` has entered its call `number`, whichever call that is; returns its entry, or 0

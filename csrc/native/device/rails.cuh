@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/error.h"
 #include "native/device/wait.cuh"
 #include "native/rail_layout.h"
 #include "native/state.h"
@@ -21,10 +22,14 @@
 
 namespace ncclep::native {
 
+// The rank of this domain with this place.
+__device__ inline int local_rank(const KernelContext& me, int place) {
+  return me.control.domain_of(me.rank) * me.control.local_ranks() + place;
+}
+
 // The rank of this domain in whose window the data of `rank` lie: itself, or its rail peer.
 __device__ inline int host_of(const KernelContext& me, int rank) {
-  const Control& layout = me.control;
-  return layout.domain_of(me.rank) * layout.local_ranks() + layout.place_of(rank);
+  return local_rank(me, me.control.place_of(rank));
 }
 
 __device__ inline bool is_local(const KernelContext& me, int rank) {
@@ -73,6 +78,23 @@ __device__ inline bool wait_for_signal(const KernelContext& me, const Rails& rai
 }
 
 #endif
+
+// Counts signals that this operation has waited for: the next one waits for those that follow.
+// Called by one thread of the last CTA.
+template <typename R>
+__device__ void count_signals(const KernelContext& me, RailSignal signal, int number) {
+  if constexpr (R::kAreThere) me.state->rail_signals[signal] += number;
+}
+
+// Calls `launch` with the rails of a group of several domains, or with what stands for them.
+template <typename Launch>
+void with_rails(const Rails* rails, Launch&& launch) {
+#ifdef NCCLEP_NCCL_HEADERS
+  if (rails != nullptr) return launch(*rails);
+#endif
+  require(rails == nullptr, "compiled without NCCL's headers");
+  launch(NoRails());
+}
 
 // Whether thread or lane `domain` has a rail peer to serve.
 __device__ inline bool has_rail_peer(const KernelContext& me, int domain) {

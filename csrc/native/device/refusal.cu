@@ -36,11 +36,7 @@ void launch_refusal(const KernelContext& me, Phase phase, std::uintptr_t stream,
 }  // namespace
 
 void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream, const Rails* rails) {
-#ifdef NCCLEP_NCCL_HEADERS
-  if (rails != nullptr) return launch_refusal(me, phase, stream, *rails);
-#endif
-  require(rails == nullptr, "compiled without NCCL's headers");
-  launch_refusal(me, phase, stream, NoRails());
+  with_rails(rails, [&](const auto& way) { launch_refusal(me, phase, stream, way); });
 }
 
 }  // namespace ncclep::native

@@ -131,13 +131,10 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   drop();
   const int domains = larger.num_domains;
   const Reach reach = domains > 1 ? Reach::kNetwork : Reach::kDomain;
-  const int parts =
-      2 * RailRows::num_parts(domains) +
-      (domains > 1 ? RailSums{0, domains, larger.local_ranks()}.num_parts() : larger.num_ranks);
   control_window_ = std::make_shared<Window>(
       communicator_, domains > 1 ? RailLayout{larger}.end() : larger.num_bytes(), reach);
-  rows_window_ =
-      std::make_shared<Window>(communicator_, row_bytes * larger.max_tokens * parts, reach);
+  rows_window_ = std::make_shared<Window>(
+      communicator_, rows_window_bytes(larger, row_bytes * larger.max_tokens), reach);
   control_ = larger;
   row_bytes_ = row_bytes;
 }

@@ -186,8 +186,8 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
   check_plan(control_, plan);
   check_num_sms(control_, num_sms, max_sms_);
-  if (control_.num_domains > 1) return 0;
-  const CombineSplit split = split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes);
+  const CombineSplit split =
+      split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes, control_.num_domains);
   return split.sending > 0 ? plan.num_pairs : 0;
 }
 

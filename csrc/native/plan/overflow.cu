@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   if (leave(me) && threadIdx.x == 0) {
-    leave_call(me, entry);
-    me.state->rail_signals[kWantedPut] += 1;
+    leave_call<R>(me, entry);
+    count_signals<R>(me, kWantedPut, 1);
     me.state->epoch = epoch;
   }
 }
@@ -279,11 +279,8 @@ void launch_drop(const KernelContext& me, const Drop& arguments, const PlanScrat
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                             const Rails* rails) {
-#ifdef NCCLEP_NCCL_HEADERS
-  if (rails != nullptr) return launch_drop(me, arguments, scratch, num_sms, stream, *rails);
-#endif
-  require(rails == nullptr, "compiled without NCCL's headers");
-  launch_drop(me, arguments, scratch, num_sms, stream, NoRails());
+  with_rails(rails,
+             [&](const auto& way) { launch_drop(me, arguments, scratch, num_sms, stream, way); });
 }
 
 }  // namespace ncclep::native

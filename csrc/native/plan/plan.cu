@@ -304,10 +304,6 @@ __device__ void finish(const KernelContext& me, const R& rails, const PlanCount&
   }
   if constexpr (R::kAreThere) {
     if (!had_failed(me)) exchange_routes(me, rails, plan, scratch, plans);
-    if (threadIdx.x == 0) {
-      me.state->rail_signals[kCountsPut] += 1;
-      me.state->rail_signals[kRoutesPut] += 1;
-    }
   }
   if (has_failed(me)) {
     // No rank gets rows; dispatch and combine with this plan produce NaN.
@@ -319,7 +315,9 @@ __device__ void finish(const KernelContext& me, const R& rails, const PlanCount&
   if (threadIdx.x == 0) {
     me.state->is_bad = 0;
     me.state->plans = plans;
-    if (me.call != 0) leave_call(me, entry);
+    if (me.call != 0) leave_call<R>(me, entry);
+    count_signals<R>(me, kCountsPut, 1);
+    count_signals<R>(me, kRoutesPut, 1);
     me.state->epoch = epoch;
   }
 }
@@ -400,11 +398,8 @@ void launch_count(const KernelContext& me, const PlanCount& arguments, const Pla
 
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
                 int num_sms, std::uintptr_t stream, const Rails* rails) {
-#ifdef NCCLEP_NCCL_HEADERS
-  if (rails != nullptr) return launch_count(me, arguments, scratch, num_sms, stream, *rails);
-#endif
-  require(rails == nullptr, "compiled without NCCL's headers");
-  launch_count(me, arguments, scratch, num_sms, stream, NoRails());
+  with_rails(rails,
+             [&](const auto& way) { launch_count(me, arguments, scratch, num_sms, stream, way); });
 }
 
 }  // namespace ncclep::native

@@ -115,7 +115,7 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
   const int num_local = layout.num_local(), chunks = layout.max_chunks() + 1;
   if (has_rail_peer(me, domain)) {
     for (int place = 0; place < locals; ++place) {
-      const std::size_t rank = domain * locals + place, to = own * locals + place;
+      const std::size_t rank = domain * locals + place, to = local_rank(me, place);
       int assignments = 0;
       for (int local = 0; local < num_local; ++local) {
         assignments += __ldcg(scratch.totals + rank * num_local + local);
@@ -139,7 +139,7 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
     if (wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
       fence_system();
       for (int place = 0; place < locals; ++place) {
-        store_relaxed(signal_word(me.control_of[own * locals + place], layout, kRoutesWritten,
+        store_relaxed(signal_word(me.control_of[local_rank(me, place)], layout, kRoutesWritten,
                                   rail_peer_in(me, domain)),
                       plans);
       }

@@ -97,8 +97,8 @@ __device__ void pass_phases_on(const KernelContext& me, const R& rails, const Jo
     if (!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)) return;
     fence_system();
     for (int place = 0; place < layout.local_ranks(); ++place) {
-      const int rank = layout.domain_of(me.rank) * layout.local_ranks() + place;
-      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
+      auto* flags =
+          reinterpret_cast<std::uint64_t*>(me.control_of[local_rank(me, place)] + layout.staged());
       store_relaxed(flags + source * kPhases + phase, epoch);
     }
   }

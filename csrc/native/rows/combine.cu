@@ -234,8 +234,8 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
     }
   }
   if (threadIdx.x == 0) {
-    leave_call(me, entry);
-    if constexpr (R::kAreThere) me.state->rail_signals[kSumsPut] += job.num_phases;
+    leave_call<R>(me, entry);
+    count_signals<R>(me, kSumsPut, job.num_phases);
     me.state->epoch = epoch;
   }
 }
@@ -321,9 +321,8 @@ void launch_combine(const KernelContext& me, const Combine& arguments, int num_s
   const RingShape shape = sending_ring_shape(arguments.row_bytes);
   const int shared_bytes =
       std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
-  CombineSplit split =
-      split_combine(num_sms, me.control.num_ranks, arguments.top_k, arguments.row_bytes);
-  if (R::kAreThere) split = {split.adding + split.sending, 0, split.summing};
+  const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
+                                           arguments.row_bytes, me.control.num_domains);
   launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
                        arguments, shape, split, rails);
 }
@@ -332,11 +331,7 @@ void launch_combine(const KernelContext& me, const Combine& arguments, int num_s
 
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails) {
-#ifdef NCCLEP_NCCL_HEADERS
-  if (rails != nullptr) return launch_combine(me, arguments, num_sms, stream, *rails);
-#endif
-  require(rails == nullptr, "compiled without NCCL's headers");
-  launch_combine(me, arguments, num_sms, stream, NoRails());
+  with_rails(rails, [&](const auto& way) { launch_combine(me, arguments, num_sms, stream, way); });
 }
 
 }  // namespace ncclep::native

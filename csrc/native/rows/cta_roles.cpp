@@ -88,14 +88,14 @@ int num_phases_of(int most_tokens, int row_bytes) {
   return std::min(kPhases, 1 + static_cast<int>(std::lround(root)));
 }
 
-CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes) {
+CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes, int num_domains) {
   require_enough(num_ctas, num_ranks);
   require(0 < top_k && top_k <= kMaxTopK, "top-k ", top_k, ": from 1 to ", kMaxTopK);
   require_rows(row_bytes);
   const int least_adding = ctas_for_others(num_ranks, kAddingWarps);
   const int least_sending = ctas_for_others(num_ranks, sending_ring_shape(row_bytes).warps);
-  const bool has_senders =
-      num_ranks > kRanksThatAddAndSend && least_adding + least_sending < num_ctas;
+  const bool has_senders = num_domains == 1 && num_ranks > kRanksThatAddAndSend &&
+                           least_adding + least_sending < num_ctas;
   // Per token: assignments on other ranks, and their sums that cross between ranks.
   const double ranks = num_ranks, remote = top_k * (ranks - 1) / ranks;
   const double sums = (ranks - 1) * (1 - std::pow(1 - 1 / ranks, top_k));

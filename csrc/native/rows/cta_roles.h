@@ -51,6 +51,8 @@ int num_phases_of(int most_tokens, int row_bytes);
 // For a balanced routing of `top_k` assignments to `num_ranks` ranks.  Every other rank has a warp
 // that adds up for it and, if there are sending CTAs, one that sends to it.  Example: 32 CTAs,
 // top-8, rows of 14336 bytes: {18, 0, 14} for 2 ranks, {13, 0, 19} for 4, {10, 9, 13} for 8.
-CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes);
+// With several NVLink domains the adding CTAs send.
+CombineSplit split_combine(int num_ctas, int num_ranks, int top_k, int row_bytes,
+                           int num_domains = 1);
 
 }  // namespace ncclep::native

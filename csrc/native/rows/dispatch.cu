@@ -358,8 +358,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
-    leave_call(me, entry);
-    me.state->rail_signals[kRowsPut] += job.num_phases;
+    leave_call<R>(me, entry);
+    count_signals<R>(me, kRowsPut, job.num_phases);
     me.state->epoch = epoch;
   }
 }
@@ -377,11 +377,7 @@ void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num
 
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {
-#ifdef NCCLEP_NCCL_HEADERS
-  if (rails != nullptr) return launch_dispatch(me, arguments, num_sms, stream, *rails);
-#endif
-  require(rails == nullptr, "compiled without NCCL's headers");
-  launch_dispatch(me, arguments, num_sms, stream, NoRails());
+  with_rails(rails, [&](const auto& way) { launch_dispatch(me, arguments, num_sms, stream, way); });
 }
 
 }  // namespace ncclep::native

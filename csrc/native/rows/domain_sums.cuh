@@ -151,7 +151,7 @@ class DomainSums {
         own_rows = routes.pair_first[pair + 1] - first;
       }
     }
-    const int source = rail_peer_in(me_, domain), rank = own_ * me_.control.local_ranks() + lane;
+    const int source = rail_peer_in(me_, domain), rank = local_rank(me_, lane);
     const std::uint32_t others = ranks & ~(1u << place);
     const bool is_part = others >> lane & 1;
     const bool is_here =

@@ -36,11 +36,11 @@ Sequence::Sequence(const Sizes& drawn)
       deadlines_ns(drawn.ranks, emu::kJump / 2) {
   shared_.control = {sizes.ranks, sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
                      sizes.max_top_k, sizes.domains};
-  shared_.dispatch_bytes = std::size_t{1} * sizes.max_row_bytes * shared_.control.max_tokens *
-                           RailRows::num_parts(sizes.domains);
+  const std::size_t bytes = std::size_t{1} * sizes.max_row_bytes * shared_.control.max_tokens;
+  shared_.dispatch_bytes = bytes * RailRows::num_parts(sizes.domains);
   for (int rank = 0; rank < sizes.ranks; ++rank) {
     Memory& control = control_.emplace_back(RailLayout{shared_.control}.end(), 0);
-    Memory& rows = rows_.emplace_back(shared_.dispatch_bytes * (2 + sizes.ranks), kGarbage);
+    Memory& rows = rows_.emplace_back(rows_window_bytes(shared_.control, bytes), kGarbage);
     shared_.control_of[rank] = control.data<char>();
     shared_.rows_of[rank] = rows.data<char>();
     State& state = states[rank];

@@ -214,7 +214,7 @@ void Rows::combine(int rank, int number) {
   numbers.put(y.data<char>(), num_rows * hidden,
               [&](int i) { return value(number, rank, i / hidden, i % hidden); });
   kWeights.put(w.data<char>(), num_rows, [&](int row) { return weight(number, rank, row); });
-  const CombineSplit split = split_combine(step.sms, sizes.ranks, top_k, step.row_bytes);
+  const auto split = split_combine(step.sms, sizes.ranks, top_k, step.row_bytes, sizes.domains);
   Memory sums(split.sending > 0 ? plan.received.max_pairs * step.row_bytes : 0, kGarbage);
 
   Combine job{};
