@@ -118,6 +118,10 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
         Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
         Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=4, network="loop"),
+        Step("native", (2,), "tests/contract", hosts=2, network="loop"),
+        Step("native", (4,), "tests/contract", hosts=2, network="loop"),
+        Step("native", (4,), "tests/contract", hosts=4, network="loop"),
+        Step("native", (8,), "tests/contract", hosts=2, network="loop"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import contract_cases, for_engine
+from contract_cases import caps_of, contract_cases, for_engine
 from imports import import_dynamo
 from left_out import (  # noqa: F401  (hooks of pytest)
     leave_out,
@@ -183,7 +183,7 @@ def reason_to_leave_out(config: pytest.Config, item: pytest.Function) -> str | N
     if (
         any(needs.args[0] > most for needs in item.iter_markers("needs_ranks"))
         or any(
-            not needs.kwargs["test"](ENGINES[item.callspec.params["engine_name"]].caps)
+            not needs.kwargs["test"](caps_of(item.callspec.params["engine_name"]))
             for needs in item.iter_markers("needs_caps")
         )
         or any(release < Version(since.args[0]) for since in item.iter_markers("since"))
@@ -238,9 +238,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             ("engine_name", "contract_case"),
             [
-                pytest.param(
-                    name, for_engine(case, ENGINES[name].caps), id=f"{name}-{n}ranks-{case}"
-                )
+                pytest.param(name, for_engine(case, caps_of(name)), id=f"{name}-{n}ranks-{case}")
                 for name in names
                 for n in numbers
                 for case in contract_cases(n)

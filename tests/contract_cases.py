@@ -7,14 +7,18 @@ engine must say of a limit that a case breaks.
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 from oracle import oracle_rows_limit
 from patience import patient
+from processes import LOCAL_RANKS
 
+from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
+from megatron_ncclep.engines.native.engine import OVER_DOMAINS
 from megatron_ncclep.testing.cases import Case, ignored_options, refusal
 
 # The limits that show when an engine is made for a group,
@@ -32,12 +36,28 @@ LIBRARY_HIDDEN = 64
 # the ranks share few cores with everything else, and a compiler takes its time.
 DEADLINE_S = {"cpu": patient(120.0), "cuda": patient(20.0)}
 COMPILER_DEADLINE_S = patient(60.0)
+MANY = 10**6
 
 
 def deadline_s(engine: str, device: str) -> float:
     """The `timeout_s` with which tests make `engine` for tensors on `device`."""
     compiles = engine in ENGINES and ENGINES[engine].caps.compiles_at_run_time
     return COMPILER_DEADLINE_S if compiles else DEADLINE_S[device]
+
+
+def local_ranks() -> int | None:
+    """How many ranks a node has; None: one host has them all."""
+    made_up = os.environ.get(LOCAL_RANKS)
+    return int(made_up) if made_up else envs.get("NCCLEP_LOCAL_RANKS")
+
+
+def caps_of(engine_name: str, num_ranks: int | None = None) -> EngineCaps:
+    """The caps of the engine in a group of `num_ranks`, more than a host has by default."""
+    caps = ENGINES[engine_name].caps
+    most = os.environ.get(LOCAL_RANKS)  # on GPUs, where hosts are NVLink domains
+    if engine_name != "native" or most is None or (num_ranks or MANY) <= int(most):
+        return caps
+    return dataclasses.replace(caps, **OVER_DOMAINS)
 
 
 def config_of(case: Case, engine: str = "reference") -> EpConfig:

@@ -85,6 +85,8 @@ void bind_nccl(py::module_& module) {
       .def_property_readonly("num_ranks", &Communicator::num_ranks)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("lsa_size", &Communicator::lsa_size)
+      .def("network_problem",
+           [](const Communicator& communicator) { return network::problem(communicator); })
       .def("close", &Communicator::close, Unlocked())
       .def("abort", &Communicator::abort, Unlocked());
   py::class_<Window, std::shared_ptr<Window>>(module, "Window")

@@ -16,7 +16,7 @@ from megatron_ncclep.benchmark.job import LIBRARIES, split_name
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, choose_engine, create_engine
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps
+from megatron_ncclep.engines.engine import BY_RAIL, EVERY_PART_ROUNDED, EngineCaps
 from megatron_ncclep.engines.nccl_ep import engine as nccl_ep
 from megatron_ncclep.engines.nccl_ep.staging import open_library
 from megatron_ncclep.errors import EngineUnavailableError, InputError
@@ -41,28 +41,32 @@ COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shape
 
 
 def results_problem(
-    results: dict[str, tuple[Any, Any]], work: Workload, reduction: str, nodes: Nodes | None = None
+    results: dict[str, tuple[Any, Any]],
+    work: Workload,
+    caps: EngineCaps,
+    nodes: Nodes | None = None,
 ) -> str | None:
     """Say what is wrong with the results of the four passes on this rank, if anything is.
 
     Args:
         results: pass -> (rows, weights or None), as the engine interface returns them.
         work: the input.
-        reduction: how combine rounds, one of engine.REDUCTIONS.
-        nodes: the grid of an engine whose rows are ordered BY_RAIL.
+        caps: of the engine: the order of rows, and how combine rounds.
+        nodes: the grid of an engine that works with several.
     """
     case, rank = work.case, work.rank
-    on_node = None if nodes is None else nodes.ranks_on_each
-    tables = work.tables if nodes is None else shapes.tables_of_case(case, on_node)
+    of_sums = None if nodes is None else nodes.ranks_on_each
+    of_rows = of_sums if caps.slot_order == BY_RAIL else None
+    tables = work.tables if of_rows is None else shapes.tables_of_case(case, of_rows)
     for name, (actual, actual_w) in results.items():
         kind, kind_w = {**DISPATCHES, **COMBINES}[name]
         sent, sent_w = work.every(kind), None if kind_w is None else work.every(kind_w)
         if name in DISPATCHES:
-            rows, w = table_dispatch(tables[rank], sent, sent_w, ranks_on_node=on_node)
+            rows, w = table_dispatch(tables[rank], sent, sent_w)
         else:
             rows, w = table_combine(
                 tables, list(case.tokens), rank, case.top_k, sent, sent_w,
-                reduction == EVERY_PART_ROUNDED, on_node,
+                caps.reduction == EVERY_PART_ROUNDED, of_sums,
             )  # fmt: skip
         problem = difference(actual, rows)
         if w is not None:
@@ -123,7 +127,7 @@ class EngineSubject(Subject):
             engine = create_engine(setting.new_group(), case.num_experts, EpConfig(**options))
         self._engine = engine
         self.sms = str(getattr(engine, "num_sms", None) or num_sms or DEFAULT_SMS.get(base, "-"))
-        # The order of rows depends on the nodes, for an engine that works with several.
+        # What the results depend on, for an engine that works with several nodes.
         self.nodes: Nodes | None = getattr(engine, "nodes", None)
         self._plan = engine.plan(work.topk_idx)
         self.passes = {
@@ -138,7 +142,7 @@ class EngineSubject(Subject):
         """See `Subject.problem`.  Uses a new plan; all passes run before anything is compared."""
         self._plan = self.passes["plan"]()
         results = {name: self.passes[name]() for name in STEPS[1:]}
-        return results_problem(results, self._workload, self._engine.caps.reduction, self.nodes)
+        return results_problem(results, self._workload, self._engine.caps, self.nodes)
 
     def close(self) -> None:
         self._engine.close()
@@ -212,7 +216,7 @@ class LibrarySubject(Subject):
         if self._order is not None:
             topk_w = torch.empty_like(topk_w).scatter_(1, self._order, topk_w)
         results["bwd_combine"] = (self._out, topk_w)
-        return results_problem(results, work, nccl_ep.CAPS.reduction)
+        return results_problem(results, work, nccl_ep.CAPS)
 
     def _places(self) -> torch.Tensor:
         """The library's place of each row in the contract's order, int64 [num_rows].

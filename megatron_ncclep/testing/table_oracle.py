@@ -29,6 +29,7 @@ class SlotTable:
     """Routes to one rank.
 
     Attributes:
+        sources: the ranks in the order in which `slot` has their tokens.
         slot: int64 [tokens of all ranks, local experts]: the row of the dispatched tensor; -1 where
             there is no assignment, or a dropped one.
         assignment: int64, like `slot`: which of the token's assignments it is.
@@ -38,6 +39,7 @@ class SlotTable:
         num_dropped: int64 scalar.
     """
 
+    sources: list[int]
     slot: torch.Tensor
     assignment: torch.Tensor
     token_of_row: torch.Tensor
@@ -95,7 +97,9 @@ def slot_table(
     token_of_row[slot[kept]] = kept.nonzero()[:, 0]
     assignment_of_row[slot[kept]] = assignment[kept]
     num_dropped = is_assignment.sum() - kept.sum()
-    return SlotTable(slot, assignment, token_of_row, assignment_of_row, routed, padded, num_dropped)
+    return SlotTable(
+        order, slot, assignment, token_of_row, assignment_of_row, routed, padded, num_dropped
+    )
 
 
 def table_dispatch(
@@ -104,18 +108,14 @@ def table_dispatch(
     w: list[torch.Tensor] | None = None,
     *,
     rows: slice = slice(None),
-    ranks_on_node: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows that one rank receives from all ranks' `x` and `w`; `rows`: only these rows.
-
-    `ranks_on_node` as for the table.
-    """
+    """The rows that one rank receives from all ranks' `x` and `w`; `rows`: only these rows."""
     token, assignment = table.token_of_row[rows], table.assignment_of_row[rows]
     filled = (token >= 0).nonzero()[:, 0]
     out = x[0].new_zeros(len(token), x[0].shape[1])
     out_w = None if w is None else w[0].new_zeros(len(token))
     first = 0
-    for source in sources_in_order(len(x), ranks_on_node):
+    for source in table.sources:
         of_source = x[source]
         mine = filled[(token[filled] >= first) & (token[filled] < first + len(of_source))]
         out[mine] = of_source[token[mine] - first]
@@ -148,12 +148,12 @@ def table_combine(
         y: rows of all ranks.
         w: values of all ranks, or None.
         round_source_part: whether the source rank's own part is rounded like the others.
-        ranks_on_node: as in `oracle_combine`, and as for the tables.
+        ranks_on_node: as in `oracle_combine`.
     """
     dtype, device = y[0].dtype, y[0].device
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    order = sources_in_order(len(tables), ranks_on_node)
-    start = sum(num_tokens[source] for source in order[: order.index(source_rank)])
+    before = tables[0].sources[: tables[0].sources.index(source_rank)]
+    start = sum(num_tokens[source] for source in before)
     most = ranks_on_node or len(tables)
     mine = slice(start, start + num_tokens[source_rank])
     total = torch.zeros(num_tokens[source_rank], y[0].shape[1], dtype=wide, device=device)

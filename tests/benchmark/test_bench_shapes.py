@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,15 @@ from megatron_ncclep.benchmark.shapes import (
     wire_rows,
 )
 from megatron_ncclep.engines.engine import (
+    BY_RAIL,
+    BY_RANK,
     EVERY_PART_ROUNDED,
     NODE_SUMS_ROUNDED,
+    SLOT_ORDERS,
     SOURCE_PART_UNROUNDED,
+    EngineCaps,
 )
+from megatron_ncclep.engines.reference.engine import CAPS
 from megatron_ncclep.ranks.nodes import Nodes
 from megatron_ncclep.testing.cases import Case
 
@@ -37,14 +43,23 @@ REJECTED = Case("rejected", (9, 7), 8, top_k=4, dtype=torch.bfloat16, alignment=
 Results = dict[str, tuple[Any, Any]]
 
 
+def caps_with(reduction: str, slot_order: str = BY_RANK) -> EngineCaps:
+    return dataclasses.replace(CAPS, reduction=reduction, slot_order=slot_order)
+
+
+ROUNDED, UNROUNDED = caps_with(EVERY_PART_ROUNDED), caps_with(SOURCE_PART_UNROUNDED)
+BY_NODE, BY_NODE_AND_RAIL = (caps_with(NODE_SUMS_ROUNDED, order) for order in SLOT_ORDERS)
+
+
 def results(
-    case: Case, rank: int, reduction: str = SOURCE_PART_UNROUNDED, ranks_on_node: int | None = None
+    case: Case, rank: int, caps: EngineCaps = UNROUNDED, ranks_on_node: int | None = None
 ) -> Results:
     """What the oracle makes of the payload."""
     work = Workload(case, rank)
     topk_idx = [case.topk_idx(r) for r in range(case.num_ranks)]
-    plan = oracle_plan(topk_idx, case.num_experts, case.alignment, ranks_on_node=ranks_on_node)
-    rounded = reduction == EVERY_PART_ROUNDED
+    order = ranks_on_node if caps.slot_order == BY_RAIL else None
+    plan = oracle_plan(topk_idx, case.num_experts, case.alignment, ranks_on_node=order)
+    rounded = caps.reduction == EVERY_PART_ROUNDED
     found: Results = {}
     for name, kind, kind_w in (("dispatch", X, WEIGHTS), ("bwd_dispatch", GRAD_OUT, WEIGHTS)):
         rows, w = oracle_dispatch(plan, work.every(kind), work.every(kind_w))
@@ -58,11 +73,12 @@ def results(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_oracles_results_pass(case: Case) -> None:
-    for reduction in (SOURCE_PART_UNROUNDED, EVERY_PART_ROUNDED):
-        found = results(case, 1, reduction)
-        assert results_problem(found, Workload(case, 1), reduction) is None
-    found = results(case, 1, NODE_SUMS_ROUNDED, 2)
-    assert results_problem(found, Workload(case, 1), NODE_SUMS_ROUNDED, Nodes(2, 2)) is None
+    for caps in (UNROUNDED, ROUNDED):
+        found = results(case, 1, caps)
+        assert results_problem(found, Workload(case, 1), caps) is None
+    for caps in (BY_NODE, BY_NODE_AND_RAIL):
+        found = results(case, 1, caps, 2)
+        assert results_problem(found, Workload(case, 1), caps, Nodes(2, 2)) is None
 
 
 def swap(tensor: torch.Tensor, one: int, other: int) -> None:
@@ -102,23 +118,23 @@ BUGS: dict[str, list[Callable[[Results], object]]] = {
 )
 def test_wrong_results_are_rejected(name: str, number: int) -> None:
     work, found = Workload(REJECTED, 0), results(REJECTED, 0)
-    assert results_problem(found, work, SOURCE_PART_UNROUNDED) is None
+    assert results_problem(found, work, UNROUNDED) is None
     assert int(work.tables[0].routed[0]) < 15
     BUGS[name][number](found)
-    problem = results_problem(found, work, SOURCE_PART_UNROUNDED)
+    problem = results_problem(found, work, UNROUNDED)
     assert str(problem).startswith(f"{name}: rank 0, ")
 
 
 def test_another_reduction_is_rejected() -> None:
     """Rounding the source rank's part changes bits, and the check sees it."""
     work = Workload(REJECTED, 0)
-    both = (EVERY_PART_ROUNDED, SOURCE_PART_UNROUNDED)
+    both = (ROUNDED, UNROUNDED)
     for actual, declared in (both, both[::-1]):
         assert results_problem(results(REJECTED, 0, actual), work, declared)
     case = next(c for c in CASES if str(c) == "bfloat16-top-6")
-    by_rail, work = results(case, 3, NODE_SUMS_ROUNDED, 2), Workload(case, 3)
-    assert results_problem(by_rail, work, SOURCE_PART_UNROUNDED)
-    assert results_problem(by_rail, work, NODE_SUMS_ROUNDED, Nodes(4, 1))
+    by_rail, work = results(case, 3, BY_NODE_AND_RAIL, 2), Workload(case, 3)
+    for caps, nodes in ((UNROUNDED, None), (BY_NODE, Nodes(2, 2)), (BY_NODE_AND_RAIL, Nodes(4, 1))):
+        assert results_problem(by_rail, work, caps, nodes)
 
 
 # --- what crosses the wire -----------------------------------------------------------------------

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compare import assert_dispatched, assert_same_bits
 from contract_cases import (
     GROUP_LIMITS,
     PAYLOAD_LIMITS,
+    caps_of,
     config_of,
     for_engine,
+    local_ranks,
     refusal_words,
     rows_limit_of,
 )
 from oracle import OraclePlan, oracle_combine, oracle_plan
-from processes import LOCAL_RANKS
 
-from megatron_ncclep import envs
-from megatron_ncclep.engines import ENGINES, create_engine
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import (
     BY_RANK,
     EVERY_PART_ROUNDED,
     NODE_SUMS_ROUNDED,
     Engine,
-    EngineCaps,
     RoutePlan,
 )
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
@@ -39,34 +37,35 @@ from megatron_ncclep.testing.cases import Case, refusal
 from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 
-def caps_of(engine_name: str) -> EngineCaps:
-    return ENGINES[engine_name].caps
-
-
-def local_ranks() -> int | None:
-    """How many ranks a node has; None: one host has them all."""
-    made_up = os.environ.get(LOCAL_RANKS)
-    return int(made_up) if made_up else envs.get("NCCLEP_LOCAL_RANKS")
-
-
-def rounds_source_part(engine_name: str) -> bool:
-    """What the oracle's `round_source_part` must be for the engine.
+class Sums(NamedTuple):
+    """How the engine's combine adds up: the oracle's arguments of the same names.
 
     With nodes of one rank each, sums of nodes are parts of ranks, all of them rounded.
     """
-    if caps_of(engine_name).reduction == NODE_SUMS_ROUNDED:
-        return local_ranks() == 1
-    return caps_of(engine_name).reduction == EVERY_PART_ROUNDED
+
+    round_source_part: bool
+    ranks_on_node: int | None
+
+    @staticmethod
+    def of(engine_name: str, num_ranks: int) -> Sums:
+        reduction = caps_of(engine_name, num_ranks).reduction
+        if reduction == NODE_SUMS_ROUNDED:
+            on_node = ranks_on_node(num_ranks)
+            return Sums(on_node == 1, on_node)
+        return Sums(reduction == EVERY_PART_ROUNDED, None)
 
 
-def ranks_on_node(engine_name: str, num_ranks: int) -> int | None:
-    """What the oracle's `ranks_on_node` must be for the engine in a group of `num_ranks`.
+def ranks_on_node(num_ranks: int) -> int:
+    """How many of a group's ranks a node has.
 
     Ranks of one host, which NCCLEP_LOCAL_RANKS may divide into nodes, or of several.
     """
-    if caps_of(engine_name).slot_order == BY_RANK:
-        return None
     return min(local_ranks() or num_ranks, num_ranks)
+
+
+def order_of(engine_name: str, num_ranks: int) -> int | None:
+    """What `ranks_on_node` of the oracle's plan must be for the engine."""
+    return None if caps_of(engine_name).slot_order == BY_RANK else ranks_on_node(num_ranks)
 
 
 def oracle_of(case: Case, engine_name: str = "reference") -> OraclePlan:
@@ -76,7 +75,7 @@ def oracle_of(case: Case, engine_name: str = "reference") -> OraclePlan:
         case.num_experts,
         case.alignment,
         rows_limit_of(case),
-        ranks_on_node(engine_name, case.num_ranks),
+        order_of(engine_name, case.num_ranks),
     )
 
 
@@ -86,7 +85,8 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
     They fill nodes, for an engine to which nodes matter.
     """
     ranks = min(pool.size, case.num_ranks)
-    if (on_node := ranks_on_node(engine_name, ranks)) is not None:
+    if caps_of(engine_name, ranks).reduction == NODE_SUMS_ROUNDED:
+        on_node = ranks_on_node(ranks)
         ranks = ranks // on_node * on_node
     return for_engine(case.on_at_most(ranks), caps_of(engine_name))
 
@@ -179,8 +179,7 @@ def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]
         oracle,
         y,
         [result[1] for result in results],
-        rounds_source_part(engine_name),
-        ranks_on_node(engine_name, case.num_ranks),
+        *Sums.of(engine_name, case.num_ranks),
     )
     for rank, result in enumerate(results):
         assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
@@ -203,10 +202,11 @@ class Tables:
         alignment: int = 1,
         max_recv_rows: int | None = None,
     ) -> None:
-        self._topk_idx, self._rounds = topk_idx, rounds_source_part(engine_name)
-        self._on_node = ranks_on_node(engine_name, len(topk_idx))
-        options = (num_experts, alignment, max_recv_rows, self._on_node)
-        self.of_rank = [slot_table(rank, topk_idx, *options) for rank in range(len(topk_idx))]
+        num_ranks = len(topk_idx)
+        self._topk_idx, self._sums = topk_idx, Sums.of(engine_name, num_ranks)
+        order = order_of(engine_name, num_ranks)
+        options = (num_experts, alignment, max_recv_rows, order)
+        self.of_rank = [slot_table(rank, topk_idx, *options) for rank in range(num_ranks)]
         self.num_rows = [table.num_rows for table in self.of_rank]
 
     def assert_plan(self, plan: RoutePlan, rank: int, what: str) -> None:
@@ -225,7 +225,7 @@ class Tables:
         rows: slice = slice(None),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What `rank` receives, or these rows of it."""
-        return table_dispatch(self.of_rank[rank], x, w, rows=rows, ranks_on_node=self._on_node)
+        return table_dispatch(self.of_rank[rank], x, w, rows=rows)
 
     def combine(
         self, rank: int, y: list[torch.Tensor], w: list[torch.Tensor] | None = None
@@ -233,4 +233,4 @@ class Tables:
         """What comes back to `rank`."""
         num_tokens, top_k = [len(mine) for mine in self._topk_idx], self._topk_idx[rank].shape[1]
         arguments = (self.of_rank, num_tokens, rank, top_k, y, w)
-        return table_combine(*arguments, self._rounds, self._on_node)
+        return table_combine(*arguments, *self._sums)

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import config_of
-from run_case import caps_of, fitted, opened, run_case
+from contract_cases import caps_of, config_of
+from run_case import fitted, opened, run_case
 
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
@@ -95,11 +95,10 @@ def step_of_both(
     """What one step gives with the engine, and with the reference engine and its reduction."""
     with opened(ctx, case, engine_name) as (case, engine):
         mine = step(ctx, engine, case)
-        grid = getattr(engine, "nodes", None)  # where the order of rows depends on it
-    reduction = caps_of(engine_name).reduction
-    reference = ReferenceEngine(
-        EpGroup.of(ctx.group), case.num_experts, config_of(case), reduction, grid
-    )
+        grid = getattr(engine, "nodes", None)  # where results depend on it
+    caps = caps_of(engine_name, case.num_ranks)
+    order = (caps.reduction, caps.slot_order, grid)
+    reference = ReferenceEngine(EpGroup.of(ctx.group), case.num_experts, config_of(case), *order)
     return mine, step(ctx, reference, case)
 
 

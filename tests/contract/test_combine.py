@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from compare import assert_same_bits
 from oracle import oracle_combine
-from run_case import fitted, opened, oracle_of, ranks_on_node, rounds_source_part, run_case
+from run_case import Sums, fitted, opened, oracle_of, run_case
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
@@ -40,8 +40,7 @@ def expected_sums(case: Case, engine_name: str) -> tuple[list[torch.Tensor], lis
         oracle,
         [y for y, _ in values],
         [w for _, w in values],
-        rounds_source_part(engine_name),
-        ranks_on_node(engine_name, case.num_ranks),
+        *Sums.of(engine_name, case.num_ranks),
     )
 
 

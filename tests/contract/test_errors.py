@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract_cases import deadline_s
-from run_case import caps_of
+from contract_cases import caps_of, deadline_s
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig

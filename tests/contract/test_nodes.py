@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import contract_cases, for_engine
+from contract_cases import caps_of, contract_cases, for_engine
 from patience import PatientPool, patient
-from run_case import all_steps_on_rank, assert_steps, caps_of, ranks_on_node
+from run_case import all_steps_on_rank, assert_steps, ranks_on_node
 from test_autograd import step_of_both
 from test_batch_invariance import BATCHES, CASES, watch
 from test_overflow import TOO_MUCH, raised_on_rank
@@ -133,7 +133,7 @@ def test_every_step_is_the_oracles(
 ) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
     cases = possible_cases(4)
-    assert ranks_on_node(ENGINE, 4) == local_ranks
+    assert ranks_on_node(4) == local_ranks
     assert_all_steps(cases, pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4))
 
 

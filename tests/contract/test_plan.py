@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from run_case import caps_of, fitted, opened, oracle_of, run_case
+from contract_cases import caps_of
+from run_case import fitted, opened, oracle_of, run_case
 
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case

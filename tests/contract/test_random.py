@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from compare import assert_same_bits
-from contract_cases import LIBRARY_DTYPES, LIBRARY_HIDDEN, deadline_s
+from contract_cases import LIBRARY_DTYPES, LIBRARY_HIDDEN, caps_of, deadline_s
 from draws import SAME_EXAMPLES
 from hypothesis import Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from run_case import Tables, caps_of
+from run_case import Tables
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine

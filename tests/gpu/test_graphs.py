@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import config_of
-from run_case import Tables, caps_of, fitted
+from contract_cases import caps_of, config_of
+from run_case import Tables, fitted
 
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan

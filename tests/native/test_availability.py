@@ -52,20 +52,21 @@ class Machine:
     Attributes:
         gpus: of the ranks; every rank sees all of them.
         no_access: (from, to) pairs of GPUs without peer-to-peer access.
-        lsa_size: what NCCL says.
+        lsa_size, network_problem: what NCCL says.
         made: ranks that made a communicator.
     """
 
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu(f"uuid-{r}") for r in range(NUM_RANKS)])
     no_access: set[tuple[int, int]] = field(default_factory=set)
     lsa_size: int | LibraryError = NUM_RANKS
+    network_problem: str = "no network"
     made: list[int] = field(default_factory=list)
 
     def communicator_of(self, group: Any, timeout_s: float) -> Any:
         self.made.append(group.rank)
         if isinstance(self.lsa_size, LibraryError):
             raise self.lsa_size
-        return SimpleNamespace(lsa_size=self.lsa_size)
+        return SimpleNamespace(lsa_size=self.lsa_size, network_problem=lambda: self.network_problem)
 
 
 @pytest.fixture
@@ -335,7 +336,12 @@ def test_without_gpus(pool: RankPool, num_ranks: int) -> None:
     [("aaa", 2, "on 1 host(s)"), ("aab", 2, "on 2"), ("abc", NUM_RANKS, None)],
 )
 def test_nvlink_domains_and_hosts(
-    machine: Machine, hosts: str, lsa_size: int, text: str | None, monkeypatch: pytest.MonkeyPatch
+    machine: Machine,
+    hosts: str,
+    lsa_size: int,
+    text: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    native_or_reference: None,
 ) -> None:
     """What matters is what NCCL finds; a domain may have many hosts."""
     own_place = native_availability._own_place
@@ -345,12 +351,16 @@ def test_nvlink_domains_and_hosts(
         lambda gpu: replace(own_place(gpu), host=hosts[gpu.index]),
     )
     machine.lsa_size = lsa_size
+    _, reason = choice(NUM_RANKS)
     if text is None:
-        assert choice(NUM_RANKS) == ("native", "native can run")
+        assert reason == "native can run"
         return
-    reason = reasons()
-    assert reason.startswith("only 2 of 3 ranks, on ")
+    assert reason.startswith("not native: only 2 of 3 ranks, on ")
     assert text in reason
+    # Asked for by name, the engine takes several domains with a network for kernels between them.
+    assert reasons() == "no network"
+    machine.network_problem = ""
+    assert choice(NUM_RANKS, engine="native") == ("native", "requested by name")
 
 
 def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:

@@ -49,7 +49,7 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
     places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
-    return _group_problem(places) or _lsa_problem(group, places, timeout_s)
+    return _group_problem(places) or _lsa_problem(group, config, places, timeout_s)
 
 
 # --- one rank ------------------------------------------------------------------------------------
@@ -211,10 +211,14 @@ def _group_problem(places: Sequence[_Place]) -> str | None:
     return None
 
 
-def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
+def _lsa_problem(
+    group: EpGroup, config: EpConfig, places: Sequence[_Place], timeout_s: float
+) -> str | None:
     """Say which ranks NCCL finds in one NVLink domain, unless it is all of them.  Collective.
 
-    Makes the communicator, which belongs to the group, so that every layer finds it ready.
+    Where the engine is named, several domains are taken if NCCL offers a network to kernels
+    (docs/network.md).  Makes the communicator, which belongs to the group, so that every layer
+    finds it ready.
     """
     try:
         communicator = communicator_of(group, timeout_s)
@@ -222,6 +226,8 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
         return f"NCCL made no communicator: {error}"
     if communicator.lsa_size == group.size:
         return None
+    if config.engine == "native":
+        return communicator.network_problem() or None
     num_hosts = len({each.host for each in places})
     return (
         f"only {communicator.lsa_size} of {group.size} ranks, on {num_hosts} host(s), are in one "

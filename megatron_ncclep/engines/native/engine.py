@@ -6,13 +6,16 @@ precedes each call on the host is in `megatron_ncclep/engines/native/host_protoc
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import (
     COMMON_OPTIONS,
+    NODE_SUMS_ROUNDED,
     SOURCE_PART_UNROUNDED,
     EngineCaps,
     RoutePlan,
@@ -42,6 +45,8 @@ CAPS = EngineCaps(
     compares_on_device=True,
     low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
 )
+# What differs for ranks in several NVLink domains.
+OVER_DOMAINS: dict[str, Any] = {"reduction": NODE_SUMS_ROUNDED, "low_latency_tokens": 0}
 
 
 class NativeEngine(HostProtocol):
@@ -60,7 +65,7 @@ class NativeEngine(HostProtocol):
     tensors, which kernels write.
     """
 
-    caps = CAPS
+    caps = CAPS  # of an engine within one NVLink domain
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
@@ -74,6 +79,9 @@ class NativeEngine(HostProtocol):
             self._name, lambda: NativeGroup(group, num_experts, group.deadline_s(config))
         )
         self._described: set[tuple[int, int]] = set()
+        self.nodes = shared.domains
+        if self.nodes.count > 1:
+            self.caps = dataclasses.replace(CAPS, **OVER_DOMAINS)
         super().__init__(group, num_experts, config, shared)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:

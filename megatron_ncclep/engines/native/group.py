@@ -19,6 +19,7 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
+from megatron_ncclep.ranks.nodes import Nodes
 
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
@@ -41,6 +42,7 @@ class NativeGroup:
         num_experts: of the whole group.
         native: the `_C.GroupHandle`.
         module: `_C`.
+        domains: the NVLink domains that the ranks are in.
         plans_to_meet: static plans on which hosts have yet to agree, because ranks brought
             different numbers of tokens to one; the same on all ranks.
     """
@@ -57,6 +59,7 @@ class NativeGroup:
         self._refusal: str | None = None  # this rank's own
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
+        self.domains = Nodes(group.size // communicator.lsa_size, communicator.lsa_size)
         self.native: Any = on_all_ranks(
             group,
             "making the native engine",

@@ -89,8 +89,9 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     Args:
         reduction: how combine rounds; a reduction other than the contract's is for comparison with
             an engine that declares it.
-        nodes: the grid, for comparison with an engine whose slots are in the order BY_RAIL.
-            NODE_SUMS_ROUNDED needs it.
+        slot_order: the order of rows in a block; another than the contract's is for such an engine,
+            too.
+        nodes: the grid, which NODE_SUMS_ROUNDED and BY_RAIL need.
     """
 
     plan_type = ReferencePlan
@@ -101,15 +102,18 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         num_experts: int,
         config: EpConfig,
         reduction: str = SOURCE_PART_UNROUNDED,
+        slot_order: str = BY_RANK,
         nodes: Nodes | None = None,
     ) -> None:
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction {reduction!r}: must be one of {REDUCTIONS}")
-        if reduction == NODE_SUMS_ROUNDED and nodes is None:
-            raise InputError(f"reduction {reduction!r}: needs to know the nodes")
-        slot_order = BY_RANK if nodes is None else BY_RAIL
+        if nodes is None and (reduction == NODE_SUMS_ROUNDED or slot_order == BY_RAIL):
+            raise InputError(f"{reduction!r}, {slot_order!r}: needs to know the nodes")
         self.caps = dataclasses.replace(CAPS, reduction=reduction, slot_order=slot_order)
         self._nodes = nodes
+        self._sources: Sequence[int] = range(group.size)  # in the order of a block
+        if nodes is not None and slot_order == BY_RAIL:
+            self._sources = nodes.ranks_by_rail()
         super().__init__(group, num_experts, config)
 
     @plain_torch
@@ -142,9 +146,8 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         by_source = torch.stack([part.sum(dim=1) for part in received.split(tokens_of, dim=1)])
         numbers = by_source.tolist()  # [source rank][local expert]
         row_assignment = self._rows_from_sources(numbers)
-        if self._nodes is not None:
-            order = self._tokens_in_block(tokens_of)
-            received, pair = received[:, order], pair[order]
+        order = self._tokens_in_block(tokens_of)
+        received, pair = received[:, order], pair[order]
         limit = self.rows_limit(num_tokens, top_k)
         kept = received
         if limit is not None:
@@ -292,19 +295,17 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         Args:
             numbers: of assignments, by source rank and local expert.
         """
-        ranks = range(self.group.size) if self._nodes is None else self._nodes.ranks_by_rail()
         lengths = [number for of_experts in numbers for number in of_experts]
         runs = torch.arange(sum(lengths), device=self.group.device).split(lengths)
         num_local = self.num_local_experts
         return torch.cat(
-            [runs[rank * num_local + expert] for expert in range(num_local) for rank in ranks]
+            [runs[rank * num_local + e] for e in range(num_local) for rank in self._sources]
         )
 
     def _tokens_in_block(self, tokens_of: list[int]) -> torch.Tensor:
-        """All ranks' tokens in the order of a block, where that order is not by rank."""
-        assert self._nodes is not None
+        """All ranks' tokens in the order of a block."""
         of_ranks = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
-        return torch.cat([of_ranks[rank] for rank in self._nodes.ranks_by_rail()])
+        return torch.cat([of_ranks[rank] for rank in self._sources])
 
     def _fits(self, received: torch.Tensor, limit: int) -> torch.Tensor:
         """Which of the assignments bool [local experts, tokens] fit into `limit` rows.
