@@ -59,6 +59,7 @@ enum RailSignal : int {
   kRoutesPut,
   kRowsPut,
   kSumsPut,
+  kLastPut,  // nothing follows: the windows close
   kNumRailSignals
 };
 
@@ -93,7 +94,7 @@ struct Control {
   // uint64 [2][R]: the call that rank r has entered (device/call_barrier.cuh); two, for consecutive
   // calls.
   NCCLEP_BOTH std::size_t entries() const { return signals() + kNumSignals * num_ranks * 8; }
-  // uint64 [1]: 1 + a rank that has stopped, written by any such rank; 0: none.
+  // uint64 [1]: the rank that has stopped, and when (device/wait.cuh); 0: none.
   NCCLEP_BOTH std::size_t stop() const { return entries() + 2 * num_ranks * 8; }
   // uint64 [2][R][experts of a rank + 1]: rank r's assignments for each of my experts, then its
   // pairs on this rank; with the number of the plan (device/wait.cuh).  Why two: see plan/plan.cu.

@@ -35,24 +35,21 @@ MODES = {"pull_push": PULL_PUSH, "fixed_order": FIXED_ORDER}
 TOKENS_MULTIPLE = 64  # the library's staging memory is made for a multiple of this many tokens
 KEY_COLUMNS = 8  # of a row: they differ from those of an expert's, or source rank's, other rows
 _BITS = {2: torch.int16, 4: torch.int32}
+Results = dict[str, tuple[Any, Any]]
 # Pass -> its input: rows, and their weights if it has any.
 DISPATCHES = {"dispatch": (shapes.X, shapes.WEIGHTS), "bwd_dispatch": (shapes.GRAD_OUT, None)}
 COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shapes.GRAD_WEIGHTS)}
 
 
 def results_problem(
-    results: dict[str, tuple[Any, Any]],
-    work: Workload,
-    caps: EngineCaps,
-    nodes: Nodes | None = None,
+    results: Results, work: Workload, caps: EngineCaps, nodes: Nodes | None = None
 ) -> str | None:
     """Say what is wrong with the results of the four passes on this rank, if anything is.
 
     Args:
         results: pass -> (rows, weights or None), as the engine interface returns them.
         work: the input.
-        caps: of the engine: the order of rows, and how combine rounds.
-        nodes: the grid of an engine that works with several.
+        caps, nodes: of the engine: the order of rows and of sums.
     """
     case, rank = work.case, work.rank
     of_sums = None if nodes is None else nodes.ranks_on_each
@@ -127,7 +124,6 @@ class EngineSubject(Subject):
             engine = create_engine(setting.new_group(), case.num_experts, EpConfig(**options))
         self._engine = engine
         self.sms = str(getattr(engine, "num_sms", None) or num_sms or DEFAULT_SMS.get(base, "-"))
-        # What the results depend on, for an engine that works with several nodes.
         self.nodes: Nodes | None = getattr(engine, "nodes", None)
         self._plan = engine.plan(work.topk_idx)
         self.passes = {
@@ -139,7 +135,7 @@ class EngineSubject(Subject):
         }
 
     def problem(self) -> str | None:
-        """See `Subject.problem`.  Uses a new plan; all passes run before anything is compared."""
+        """See `Subject.problem`.  Uses a new plan; all passes run before a comparison."""
         self._plan = self.passes["plan"]()
         results = {name: self.passes[name]() for name in STEPS[1:]}
         return results_problem(results, self._workload, self._engine.caps, self.nodes)

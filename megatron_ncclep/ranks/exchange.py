@@ -19,7 +19,7 @@ from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.shared_memory import open_together
 
 # A process whose connections are closed may not be dead yet; seconds to wait until it is.
-DYING_S = 2.0
+DYING_S = 10.0
 ASK_AGAIN_S = 0.005
 
 

@@ -51,5 +51,5 @@ def test_long_training(ctx: RankContext, engine_name: str, rows: str) -> None:
         assert 1 <= reruns.num_reruns <= 60
         assert reruns.limit.factor > 2500
     else:
-        assert 20 <= reruns.num_reruns <= 60
+        assert 20 <= reruns.num_reruns <= 60, reruns.num_reruns
     assert gathered(ctx, reruns.num_reruns) == [reruns.num_reruns] * ctx.num_ranks

@@ -196,7 +196,8 @@ def train(ctx: RankContext, engine: str, job: Job, *, with_graphs: bool) -> Trai
         values[f"losses of step {step}"] = training.step(step)
         trained.dispatches.append(training.num_dispatches - before)
         for index, buffer in enumerate(training.gradient_buffers()):
-            values[f"gradients {index} of step {step}"] = buffer.clone()
+            # Not on the GPU, whose memory would be asked for more and more of it.
+            values[f"gradients {index} of step {step}"] = buffer.cpu()
         training.optimizer.step()
         values[f"losses evaluated after step {step}"] = training.evaluate(step)
     for name, parameter in training.gpt.named_parameters():

@@ -11,6 +11,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (extension, "StreamKeeper", FakeKeeper),
         (base, "StreamKeeper", FakeKeeper),
         (extension, "current_stream", lambda: STREAM),
-        (native_group, "communicator_of", lambda *_: None),
+        (native_group, "communicator_of", lambda group, _: SimpleNamespace(lsa_size=group.size)),
         (native_low_latency, "communicator_of", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda device: None),

@@ -8,7 +8,6 @@
 // A put that leaves the registered memory of its target writes nothing; both ranks see an error.
 // The shared memory has no name, so nothing can be left behind.  Memory of a GPU goes through the
 // host, so all ranks on a GPU together get no more than its PCIe link gives.
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -25,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "driver.h"
 #include "link.h"
 #include "rma_plugin.h"
 
@@ -46,34 +46,6 @@ constexpr u64 kConnectNs = 60'000'000'000;
 Link link_;        // of this process
 std::mutex mutex;  // of all state
 using Lock = std::lock_guard<std::mutex>;
-
-// --- CUDA's driver, opened when memory of a GPU comes --------------------------------------------
-
-struct Driver {
-  int (*get_context)(void**);
-  int (*set_context)(void*);
-  int (*new_stream)(void**, unsigned);
-  int (*end_stream)(void*);
-  int (*wait)(void*);
-  int (*to_host)(void*, u64, std::size_t, void*);
-  int (*to_device)(u64, const void*, std::size_t, void*);
-  int (*pin)(void*, std::size_t, unsigned);
-  int (*unpin)(void*);
-
-  bool open() {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW);
-    const auto find = [&](const char* name, auto& function) {
-      void* found = library ? dlsym(library, name) : nullptr;
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(found);
-      return found != nullptr;
-    };
-    return find("cuCtxGetCurrent", get_context) && find("cuCtxSetCurrent", set_context) &&
-           find("cuStreamCreate", new_stream) && find("cuStreamDestroy_v2", end_stream) &&
-           find("cuStreamSynchronize", wait) && find("cuMemcpyDtoHAsync_v2", to_host) &&
-           find("cuMemcpyHtoDAsync_v2", to_device) && find("cuMemHostRegister_v2", pin) &&
-           find("cuMemHostUnregister", unpin);
-  }
-};
 
 // --- what ranks share ----------------------------------------------------------------------------
 
@@ -145,10 +117,13 @@ struct Group {
 
   explicit Group(int ranks) : num_ranks(ranks), arrival_ns(ranks), waiting(ranks) {}
   ~Group() {
-    if (driver) driver->set_context(context);
+    const Within ours(driver.get(), context);
     for (Ring* ring : out) unmap(ring, 1);
     if (in) unmap(in, num_ranks);
-    if (driver) driver->end_stream(stream);
+    if (driver) {
+      driver->end_stream(stream);
+      driver->end_context(context);
+    }
   }
 
   void unmap(Ring* rings, int count) {
@@ -156,14 +131,22 @@ struct Group {
     munmap(rings, count * sizeof(Ring));
   }
 
-  // Before the first memory of a GPU; its context is current.
+  // Before the first memory of a GPU; a context of that GPU is current.  Copies have one of their
+  // own: calls in the other one, which load a kernel or allocate memory, may wait for a kernel that
+  // waits for a copy, and copies would wait for such a call.  A network card calls no driver.
   bool use_gpu() {
     if (driver) return true;
     auto opened = std::make_unique<Driver>();
-    if (!opened->open() || opened->get_context(&context) != 0 || context == nullptr) return false;
+    void* before = nullptr;
+    int device = 0;
+    if (!opened->open() || opened->get_context(&before) != 0 || before == nullptr) return false;
+    if (opened->get_device(&device) != 0 || opened->new_context(&context, 0, device) != 0) {
+      return false;
+    }
     bool is_ready = opened->new_stream(&stream, 1) == 0;
     is_ready = is_ready && opened->pin(in, num_ranks * sizeof(Ring), 1) == 0;
     for (Ring* ring : out) is_ready = is_ready && opened->pin(ring, sizeof(Ring), 1) == 0;
+    is_ready = opened->set_context(before) == 0 && is_ready;
     if (is_ready) driver = std::move(opened);
     return is_ready;
   }
@@ -425,7 +408,8 @@ Result progress(void* context) {
   const Lock lock(mutex);
   Group& group = group_of(context);
   if (link_.has_begun(kSilent, rma_loop_counters[kPuts])) return kSuccess;
-  if (group.driver && group.driver->set_context(group.context) != 0) return kCudaError;
+  const Within ours(group.driver.get(), group.context);
+  if (!ours) return kCudaError;
   for (int rank = 0; rank < group.num_ranks; ++rank) {
     if (!group.receive(rank) || !group.send(rank)) return kCudaError;
   }

@@ -4,7 +4,7 @@
 // waited for which, and the group has failed: no further wait of this rank blocks, the kernel runs
 // to its end and fills its outputs with NaN, later kernels of the group do only the latter, and the
 // host raises.  The same happens, without waiting for the deadline, when a rank announces that it
-// stops (refusal.h) or is found to be in a different call (call_barrier.cuh).
+// stops (stop.h) or is found to be in a different call (call_barrier.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,21 +32,33 @@ __device__ inline void report_failure(const KernelContext& me, Reason reason, Ph
   me.mailbox->failed_phase = static_cast<std::uint32_t>(phase);
 }
 
-// The word in which a rank that stops tells rank `to`.
+// The number of this kernel's operation; the same on every rank, and in every CTA until `leave`.
+__device__ inline std::uint64_t current_epoch(const KernelContext& me) {
+  return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
+}
+
+// The word in which a rank that stops tells rank `to`: the operation before which it stops, and
+// 1 + the rank.
 __device__ inline std::uint64_t* stop_word(const KernelContext& me, int to) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.stop());
 }
+constexpr int kStopBits = 8;
+static_assert(kMaxRanks < 1 << kStopBits);
 
-// Whether another rank has stopped, so that there is nothing to wait for.
+// Whether another rank has stopped, so that there is nothing to wait for.  It has done its part of
+// earlier operations, in which others may still wait for each other.
 __device__ inline bool is_refused(const KernelContext& me, Phase phase, std::uint64_t epoch) {
   const std::uint64_t word = load_relaxed(stop_word(me, me.rank));
   if (word == 0) return false;
+  const int stopped = static_cast<int>(word & ((1u << kStopBits) - 1)) - 1;
+  const std::uint64_t now = current_epoch(me) << kStopBits, then = word - (stopped + 1);
+  if (static_cast<std::int64_t>(now - then) < 0) return false;  // the number may have wrapped
   if (me.control.num_domains > 1) {  // the word may have come from a rail peer, who tells no other
     for (int rank = 0; rank < me.control.num_ranks; ++rank) {
       if (me.control_of[rank] != nullptr) store_relaxed(stop_word(me, rank), word);
     }
   }
-  report_failure(me, Reason::kRefused, phase, static_cast<int>(word) - 1, epoch);
+  report_failure(me, Reason::kRefused, phase, stopped, epoch);
   return true;
 }
 
@@ -125,11 +137,6 @@ __device__ inline std::uint64_t* signal_word(char* control, const Control& layou
 // data with fences.  Accesses are atomic so that compute-sanitizer does not report them as races.
 __device__ inline void show(int* word, int value) { atomicExch(word, value); }
 __device__ inline int look(int* word) { return atomicAdd(word, 0); }
-
-// The number of this kernel's operation; the same on every rank, and in every CTA until `leave`.
-__device__ inline std::uint64_t current_epoch(const KernelContext& me) {
-  return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
-}
 
 // A barrier for all threads of all CTAs; the grid must be resident (a cooperative launch).  What
 // was written before it is visible after it.  False, for the whole CTA, when the group has failed:

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "common/cuda.h"
-#include "native/device/refusal.h"
+#include "native/device/stop.h"
 #include "native/host/checks.h"
 #include "native/host/window_check.h"
 #include "native/plan/plan.h"
@@ -166,10 +166,19 @@ void Group::drop() {
 void Group::close() {
   if (state_ == nullptr) return;
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
+  if (rails_ != nullptr && rows_window_->is_open() && !has_given_up()) {
+    settle(context(), 0, *rails_);
+    cuda_check(cudaDeviceSynchronize(), "waiting for what is put to windows that close");
+  }
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
   if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
+}
+
+bool Group::has_given_up() const {
+  return mailbox_->failed_phase != static_cast<std::uint32_t>(Phase::kNone) &&
+         mailbox_->failed_reason == static_cast<std::uint32_t>(Reason::kLate);
 }
 
 int Group::free_state() {

@@ -168,6 +168,8 @@ class Group {
 
  private:
   void allocate_state();
+  // Whether a rank did not come, so that there is nobody to wait for.
+  bool has_given_up() const;
   // Frees everything that was allocated; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;

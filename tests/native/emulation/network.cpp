@@ -100,6 +100,10 @@ void Sequence::make_wires() {
   }
 }
 
+bool Sequence::has_bytes_on_the_way(int rank) const {
+  return wires_->network.has_bytes_on_the_way(rank);
+}
+
 void Sequence::let_everything_arrive() {
   while (!wires_->network.is_at_rest()) wires_->network.get_further();
 }

@@ -88,6 +88,9 @@ MISTAKES = {
     "rails: sums of the combine before are counted": (
         "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",
         "rails-combines", 2, "combine: "),
+    "rails: windows close while something is on its way": (
+        "native/device/stop.cu", "round <= «kLastRounds»;", "1",
+        "rails-failures", 2, "bytes are on their way"),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),

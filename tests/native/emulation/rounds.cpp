@@ -19,7 +19,7 @@
 #include <cstring>
 #include <string>
 
-#include "native/device/refusal.h"
+#include "native/device/stop.h"
 #include "native/rail_layout.h"
 #include "sequence.h"
 
@@ -102,6 +102,17 @@ void Sequence::refuse(int rank) {
   emu::synchronize(rank);
 }
 
+// As all ranks' hosts do before windows close.
+void Sequence::settle() {
+  if (sizes.domains == 1) return;
+  emu::run(sizes.ranks, [&](int rank) {
+    ncclep::native::settle(context(rank), rank, *rails(rank));
+    emu::synchronize(rank);
+    require(!has_bytes_on_the_way(rank), "bytes are on their way to or from rank ", rank,
+            ", whose windows close");
+  });
+}
+
 // --- without a failure, and with one -------------------------------------------------------------
 
 namespace {
@@ -122,6 +133,7 @@ void run_without_failure(Sequence& sequence) {
     require(sequence.states[rank].failed == 0, "a wait was in vain: of rank ", rank, " for rank ",
             mailbox.failed_peer, ", in phase ", mailbox.failed_phase);
   }
+  sequence.settle();
   sequence.require_at_rest();
 }
 
@@ -162,6 +174,7 @@ class WithFailure {
       ++num_over_;
     });
     check_reports();
+    if (how_ == Failing::kRefuses || how_ == Failing::kDiffers) sequence_.settle();
     for (int rank = 0; rank < ranks_; ++rank) {
       if (failed_in_[rank] != kNever) check_that_nobody_is_disturbed(rank);
     }
@@ -210,6 +223,8 @@ class WithFailure {
         continue;
       }
       require(has_stopped_, "failure: rank ", rank, " of all that came");
+      require(how_ != Failing::kRefuses || step >= stopped_in_, "failure: rank ", rank,
+              " before the call that was refused");
       // It waits for the victim or for a rank that has failed itself: in a later step, or in a
       // step whose warps wait for several things.  With late CTAs it may be any rank.
       const bool passes_on = step > first || !sequence_.waits_for_one_thing(step);

@@ -74,6 +74,7 @@ class Sequence {
   // Checks what a rank whose group has failed in this step says of it.
   virtual void check_failure(int rank, int step, Failing how, int victim) = 0;
   void refuse(int rank);
+  void settle();
 
   const Sizes sizes;
   std::deque<ncclep::native::State> states;
@@ -92,6 +93,7 @@ class Sequence {
 
  private:
   void make_wires();
+  bool has_bytes_on_the_way(int rank) const;
   void let_everything_arrive();
   ncclep::native::KernelContext shared_{};
   std::unique_ptr<Wires, EndWires> wires_;  // in several domains

@@ -18,7 +18,7 @@ SOURCES = (
     "native/rows/cta_roles.cpp",
     "native/low_latency/dispatch.cu",
     "native/low_latency/combine.cu",
-    "native/device/refusal.cu",
+    "native/device/stop.cu",
     "native/host/call.cpp",
     "network/probe.cu",
 )

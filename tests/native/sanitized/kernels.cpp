@@ -1,7 +1,7 @@
 // In place of the kernels: they do nothing but let the host see what it waits for.
 #include <vector>
 
-#include "native/device/refusal.h"
+#include "native/device/stop.h"
 #include "native/host/window_check.h"
 #include "native/low_latency/protocol.h"
 #include "native/plan/overflow.h"

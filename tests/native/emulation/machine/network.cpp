@@ -89,4 +89,15 @@ bool Network::is_at_rest() const {
   return std::all_of(puts_.begin(), puts_.end(), [](const auto& puts) { return puts.empty(); });
 }
 
+bool Network::has_bytes_on_the_way(int rank) const {
+  const auto has_bytes = [](const auto& puts) {
+    return std::any_of(puts.begin(), puts.end(), [](const Put& put) { return !put.bytes.empty(); });
+  };
+  for (int other = 0; other < num_ranks_; ++other) {
+    if (has_bytes(puts_[rank * num_ranks_ + other])) return true;
+    if (has_bytes(puts_[other * num_ranks_ + rank])) return true;
+  }
+  return false;
+}
+
 }  // namespace emu

@@ -31,6 +31,8 @@ class Network {
   // Lets something arrive, or be read.
   void get_further();
   bool is_at_rest() const;
+  // Whether more than signals is on its way to or from a rank.
+  bool has_bytes_on_the_way(int rank) const;
 
  private:
   struct Put {

@@ -1,0 +1,77 @@
+#include <cuda_runtime.h>
+
+#include "common/cuda.h"
+#include "native/device/rails.cuh"
+#include "native/device/stop.h"
+#include "native/device/wait.cuh"
+
+namespace ncclep::native {
+
+namespace {
+
+template <typename R>
+__global__ void refuse_kernel(KernelContext me, Phase phase, const __grid_constant__ R rails) {
+  const int rank = threadIdx.x;
+  if (had_failed(me)) return;  // because of a rank that has told the others
+  const std::uint64_t epoch = current_epoch(me);
+  const std::uint64_t word = epoch << kStopBits | (me.rank + 1);
+  __syncthreads();
+  if (rank == me.rank) {
+    report_failure(me, Reason::kRefused, phase, me.rank, epoch);
+  } else if (rank < me.control.num_ranks && is_local(me, rank)) {
+    store_relaxed(stop_word(me, rank), word);
+  }
+  if constexpr (R::kAreThere) {
+    // The rail peers tell the ranks of their domains (wait.cuh).
+    const std::size_t sent = RailLayout{me.control}.sent_stop();
+    if (!has_rail_peer(me, threadIdx.x)) return;
+    *reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + sent) = word;
+    put(me, rails, kControlWindow, threadIdx.x, me.control.stop(), sent, 8, kStopPut);
+  }
+}
+
+template <typename R>
+void launch_refusal(const KernelContext& me, Phase phase, std::uintptr_t stream, const R& rails) {
+  const auto kernel = refuse_kernel<R>;
+  kernel<<<1, kMaxRanks, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, phase, rails);
+  cuda_check(cudaGetLastError(), "launching a refusal");
+}
+
+#ifdef NCCLEP_NCCL_HEADERS
+
+// A rail peer's first signal says that all that it has put is here; its second, that it has seen
+// this rank's first, and so has all that this rank has put.
+constexpr int kLastRounds = 2;
+
+__global__ void settle_kernel(KernelContext me, const __grid_constant__ Rails rails) {
+  const int domain = threadIdx.x, signal = kLastPut * me.control.num_domains + domain;
+  const std::uint64_t before = me.state->rail_signals[kLastPut], begin = now_ns();
+  if (has_rail_peer(me, domain)) {
+    for (int round = 1; round <= kLastRounds; ++round) {
+      put(me, rails, kControlWindow, domain, 0, 0, 0, kLastPut);
+      while (network::read_signal(rails.rail, signal) < before + round) {
+        if (now_ns() - begin > me.deadline_ns) break;
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) count_signals<Rails>(me, kLastPut, kLastRounds);
+}
+
+#endif
+
+}  // namespace
+
+void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream, const Rails* rails) {
+  with_rails(rails, [&](const auto& way) { launch_refusal(me, phase, stream, way); });
+}
+
+void settle([[maybe_unused]] const KernelContext& me, [[maybe_unused]] std::uintptr_t stream,
+            [[maybe_unused]] const Rails& rails) {
+#ifdef NCCLEP_NCCL_HEADERS
+  settle_kernel<<<1, kMaxRanks, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, rails);
+  cuda_check(cudaGetLastError(), "launching the last words to the rail peers");
+#endif
+}
+
+}  // namespace ncclep::native
