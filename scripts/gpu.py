@@ -143,7 +143,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
         Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
         Step("native", (4,), "tests/gpu/test_gpu_reruns.py"),
-        # An expert on each rank: 2.5 times a balanced load does not fit now and then by itself.
+        # There an expert is alone on its rank, and 2.5 times a balanced load is another limit.
         Step("native", (8,), "tests/gpu/test_gpu_reruns.py -k auto"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
         Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),

@@ -26,16 +26,16 @@ std::string problem(const Communicator& communicator) {
   const Nccl& nccl = communicator.nccl();
   const int num_ranks = communicator.num_ranks(), lsa_size = communicator.lsa_size();
   if (compiled_for() == 0) {
-    return "no kernels over a network: this extension was built without the headers of NCCL "
-           "2.30.7; "
-           "build it again where NCCL_HOME has them in include/";
+    return "its kernels have no network: this extension was built without the headers of NCCL "
+           "2.30.7; build it again where NCCL_HOME has them in include/";
   }
   if (nccl.version() < compiled_for() || !nccl.device_comm_create) {
-    return join_text("no kernels over a network: they need NCCL ", version_text(compiled_for()),
+    return join_text("its kernels have no network: they need NCCL ", version_text(compiled_for()),
                      " or newer, and this is ", nccl.version_text(), ", ", nccl.path());
   }
   if (transport(nccl, communicator.get()) == nullptr) {
-    return "NCCL offers kernels no network (GIN) along rails: on every host it needs network cards "
+    return "NCCL offers its kernels no network (GIN) along rails: on every host it needs network "
+           "cards "
            "with GPUDirect RDMA, or a plugin (NCCL_RMA_PLUGIN), and NCCL_GIN_ENABLE other than 0; "
            "NCCL_DEBUG=INFO says what it found";
   }

@@ -358,7 +358,10 @@ def test_nvlink_domains_and_hosts(
     assert reason.startswith("not native: only 2 of 3 ranks, on ")
     assert text in reason
     # Asked for by name, the engine takes several domains with a network for kernels between them.
-    assert reasons() == "no network"
+    assert reasons().endswith(
+        " 2 of 3 ranks are in one NVLink domain, and between domains no network; or use the engine "
+        "'hierarchical'"
+    )
     machine.network_problem = ""
     assert choice(NUM_RANKS, engine="native") == ("native", "requested by name")
 

@@ -62,7 +62,7 @@ def test_rails_and_windows_say_what_they_lack(tmp_path: Path) -> None:
     native = extension.load()
     nccl = native.Nccl(str(compile_fake(tmp_path / "nccl", nccl_version=22809)))
     communicator = native.Communicator(nccl, nccl.unique_id(), 2, 0, -1, 10.0)
-    lacks = "no kernels over a network: (this extension was built without|they need NCCL 2.30.7)"
+    lacks = "its kernels have no network: (this extension was built without|they need NCCL 2.30.7)"
     with pytest.raises(LibraryError, match=lacks):
         native.Rails(communicator, 10.0)
     with pytest.raises(LibraryError, match=r"NCCL 2\.28\.9 has no windows over a network"):

@@ -227,7 +227,12 @@ def _lsa_problem(
     if communicator.lsa_size == group.size:
         return None
     if config.engine == "native":
-        return communicator.network_problem() or None
+        if not (problem := communicator.network_problem()):
+            return None
+        return (
+            f"only {communicator.lsa_size} of {group.size} ranks are in one NVLink domain, and "
+            f"between domains {problem}; or use the engine 'hierarchical'"
+        )
     num_hosts = len({each.host for each in places})
     return (
         f"only {communicator.lsa_size} of {group.size} ranks, on {num_hosts} host(s), are in one "
