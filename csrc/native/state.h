@@ -59,6 +59,8 @@ enum RailSignal : int {
   kRoutesPut,
   kRowsPut,
   kSumsPut,
+  kTokensPut,  // of low-latency mode
+  kTokenSumsPut,
   kLastPut,  // nothing follows: the windows close
   kNumRailSignals
 };

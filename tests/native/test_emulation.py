@@ -265,7 +265,7 @@ MISTAKES = {
         "if (blockIdx.x == 0 && thread == 0) ll.state->dispatches = now.number;",
         "ll", 2, "."),
     "LL: a combine waits only for ranks with rows of its tokens": Mistake(
-        "native/low_latency/combine.cu", "if («thread < window.num_ranks && !has_failed»)",
+        "native/low_latency/combine.cu", "if («thread < window.num_ranks && !has_failed» &&",
         "thread < window.num_ranks && !has_failed && places.count(thread, job.num_tokens) > 0",
         "ll", 3, "."),
     "LL: a dispatch does not wait for one of the ranks": Mistake(
@@ -303,8 +303,9 @@ MISTAKES = {
         "native/low_latency/dispatch.cu", "has_failed ? 0 : counts[rank]", "counts[rank]",
         "ll-failures", 2, "ll dispatch: counts"),
     "LL: a dispatch goes on after a failure": Mistake(
-        "native/low_latency/dispatch.cu", "has_failed || send_rows(me, ll, job, places)",
-        "send_rows(me, ll, job, places)",
+        "native/low_latency/dispatch.cu",
+        "has_failed || send_rows<R>(me, ll, job, places, domains)",
+        "send_rows<R>(me, ll, job, places, domains)",
         "ll-failures", 2, "."),
     "LL: a word is given after a failure": Mistake(
         "native/low_latency/combine.cu", "«sent < kSentFailed») {", "true",

@@ -65,16 +65,23 @@ __device__ inline void put(const KernelContext& me, const Rails& rails, RailWind
   network::put(rails.rail, window, domain, to, from, num_bytes, number);
 }
 
-// Waits for the `number`-th signal of the rail peer in `domain` in this operation, from 1.  Then
-// everything that it had put before is visible to this thread.  False when the group has failed.
+// Waits until the rail peer in `domain` has counted a signal up to `goal`.  Then everything that it
+// had put before is visible to this thread.  False when the group has failed.
+__device__ inline bool wait_for_signals(const KernelContext& me, const Rails& rails, Phase phase,
+                                        RailSignal signal, int domain, std::uint64_t goal,
+                                        std::uint64_t epoch) {
+  return wait_until(me, phase, rail_peer_in(me, domain), epoch, [&] {
+    return network::read_signal(rails.rail, signal * me.control.num_domains + domain) >= goal;
+  });
+}
+
+// The same for the `number`-th signal in this operation, from 1.
 __device__ inline bool wait_for_signal(const KernelContext& me, const Rails& rails, Phase phase,
                                        RailSignal signal, int domain, int number,
                                        std::uint64_t epoch) {
   const std::uint64_t goal =
       *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
-  return wait_until(me, phase, rail_peer_in(me, domain), epoch, [&] {
-    return network::read_signal(rails.rail, signal * me.control.num_domains + domain) >= goal;
-  });
+  return wait_for_signals(me, rails, phase, signal, domain, goal, epoch);
 }
 
 #endif

@@ -141,7 +141,7 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
 
 void Group::open() {
   for (const std::shared_ptr<Window>& window : windows()) window->open();
-  if (network_ != nullptr) rails_ = make_rails(*network_, control_window_, rows_window_);
+  if (network_ != nullptr) rails_ = make_rails(*network_, {control_window_, rows_window_});
 }
 
 void Group::clear() {
@@ -166,14 +166,17 @@ void Group::drop() {
 void Group::close() {
   if (state_ == nullptr) return;
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
-  if (rails_ != nullptr && rows_window_->is_open() && !has_given_up()) {
-    settle(context(), 0, *rails_);
-    cuda_check(cudaDeviceSynchronize(), "waiting for what is put to windows that close");
-  }
+  settle();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
   if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
+}
+
+void Group::settle() {
+  if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
+  native::settle(context(), 0, *rails_);
+  cuda_check(cudaDeviceSynchronize(), "waiting for what is put to windows that close");
 }
 
 bool Group::has_given_up() const {

@@ -90,6 +90,9 @@ class Group {
   // process ends, because closing them is collective.  Not collective.
   void drop();
   void close();
+  // Waits, on an idle device, until nothing is on its way from or to other NVLink domains: then
+  // windows may close.  Collective; does nothing within one domain.
+  void settle();
 
   // The control and row windows; empty when there are none.
   std::vector<std::shared_ptr<Window>> windows() const;
@@ -156,6 +159,8 @@ class Group {
 
   // For operations that need no plan (low_latency/host.h).
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+  // Null within one NVLink domain.
+  const std::shared_ptr<network::Rails>& network() const { return network_; }
   // The kernels' context; `call` is packed by call.h.
   KernelContext context(std::uint64_t call = 0) const;
   // Queues an operation with `launch`; see StreamOrder.  A graph must not run concurrently with

@@ -10,6 +10,7 @@
 #include "common/cuda.h"
 #include "native/device/vector.cuh"
 #include "native/low_latency/operation.cuh"
+#include "native/low_latency/rail_tokens.cuh"
 
 namespace ncclep::native {
 
@@ -88,9 +89,23 @@ __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine
   }
 }
 
+// Where this rank's sum for a place of `rank` belongs: in its window or that of its rail peer here.
+template <typename R>
+__device__ char* sum_at(const KernelContext& me, const LowLatencyContext& ll, int rank, int place) {
+  const LowLatencyWindow& window = ll.window;
+  if constexpr (R::kAreThere) {
+    if (!is_local(me, rank)) {
+      return ll.window_of[host_of(me, rank)] +
+             window.rank_sums(me.control.domain_of(rank), me.control.place_of(me.rank)) +
+             static_cast<std::size_t>(place) * window.sum_bytes;
+    }
+  }
+  return ll.window_of[rank] + window.sums() + row_at(window, me.rank, place) * window.sum_bytes;
+}
+
 // Sends this CTA's share of the rows for other ranks; `counts`: how many rows each of them has
 // here.
-template <typename T>
+template <typename T, typename R>
 __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
                           const LowLatencyCombine& job, const int* counts) {
   const LowLatencyWindow& window = ll.window;
@@ -115,19 +130,73 @@ __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
       add_rows(window, job, row, offset, sum);
       part = sum.round();
     }
-    char* to =
-        ll.window_of[rank] + window.sums() + row_at(window, me.rank, place) * window.sum_bytes;
-    part.store(to, offset, window.sum_bytes);
+    part.store(sum_at<R>(me, ll, rank, place), offset, window.sum_bytes);
   }
 }
 
+// Adds up this domain's sums for the tokens of the rail peers, and puts them.  Called by all
+// threads of all CTAs when all ranks of this domain have sent; false when the group has failed.
+template <typename T, typename R>
+__device__ bool put_token_sums(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
+                               const LowLatencyCombine& job, Places& places, std::uint64_t goal,
+                               std::uint64_t number, bool has_failed) {
+  const LowLatencyWindow& window = ll.window;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int locals = me.control.local_ranks(), own = me.control.domain_of(me.rank);
+  const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
+  char* const start = ll.window_of[me.rank];
+  for (int domain = 0; domain < me.control.num_domains; ++domain) {
+    if (has_failed || domain == own) continue;
+    const Message message(me, ll, domain);
+    message.find_places(me, places);
+    for (int i = warp * gridDim.x + blockIdx.x; i < message.num_tokens * pieces;
+         i += gridDim.x * kLlWarps) {
+      const int token = i / pieces, offset = i % pieces * kLlPiece + lane * 16;
+      const int own_place = lane < locals ? places.place(lane, token) : 0;
+      Sum<T> sum;
+      for (std::uint32_t left = places.ranks_of[token]; left != 0; left &= left - 1) {
+        const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
+        const std::size_t row = row_at(window, rail_peer_in(me, domain), place);
+        if (rank == me.control.place_of(me.rank) && job.rows_of != nullptr) {
+          Sum<T> mine;
+          add_rows(window, job, row, offset, mine);
+          sum.add(mine);
+          continue;
+        }
+        Part part = {};
+        const char* from = rank == me.control.place_of(me.rank)
+                               ? job.y + row * window.sum_bytes
+                               : start + window.rank_sums(domain, rank) +
+                                     static_cast<std::size_t>(place) * window.sum_bytes;
+        part.load(from, offset, window.sum_bytes);
+        sum.add(part);
+      }
+      char* to = start + window.sent_sums(domain) + std::size_t{1} * token * window.sum_bytes;
+      sum.round().store(to, offset, window.sum_bytes);
+    }
+  }
+  const unsigned int passed = count_passed(ll, has_failed);
+  if (passed != 0 && passed < kSentFailed) {
+    const int domain = threadIdx.x;
+    if (has_rail_peer(me, domain)) {
+      const Message message(me, ll, domain);
+      put(me, rails, kLowLatencyWindow, domain, window.domain_sums(own), window.sent_sums(domain),
+          std::size_t{1} * message.num_tokens * window.sum_bytes, kTokenSumsPut);
+    }
+    if (threadIdx.x == 0) me.state->rail_signals[kTokenSumsPut] = goal;
+  }
+  return !has_failed &&
+         wait_for_rail_peers(me, rails, Phase::kLowLatencyCombine, kTokenSumsPut, goal, number);
+}
+
 // The source rank's sum for a token, one piece of the row per warp.
-template <typename T>
+template <typename T, typename R>
 class SourceSums {
  public:
+  // `domains`: the token's other domains, which count as ranks here.
   __device__ SourceSums(const KernelContext& me, const LowLatencyContext& ll,
-                        const LowLatencyCombine& job, const Places& places)
-      : me_(me), ll_(ll), job_(job), places_(places) {}
+                        const LowLatencyCombine& job, const Places& places, const Places& domains)
+      : me_(me), ll_(ll), job_(job), places_(places), domains_(domains) {}
 
   // The part that does not depend on other ranks.  Items number the pieces of all tokens, token by
   // token.
@@ -166,7 +235,9 @@ class SourceSums {
     const char* sums = ll_.window_of[me_.rank] + window.sums();
     Sum<T> total;
     bool has_own = ranks_ >> me_.rank & 1;
-    for (std::uint32_t left = ranks_ & ~(1u << me_.rank); left != 0;) {
+    std::uint32_t others = ranks_ & ~(1u << me_.rank);
+    if (R::kAreThere) others &= ranks_of_domain(me_, me_.control.domain_of(me_.rank));
+    for (std::uint32_t left = others; left != 0;) {
       Part parts[kAtOnce] = {};
       int of_rank[kAtOnce], num = 0;
 #pragma unroll
@@ -189,40 +260,73 @@ class SourceSums {
       }
     }
     if (has_own) total.add(own_);
+    if constexpr (R::kAreThere) total = over_domains(total.round());
     total.round().store(out, offset_, window.sum_bytes);
   }
 
  private:
+  // The sum over all domains, of which `own` is this one's.
+  __device__ Sum<T> over_domains(const Part& own) const {
+    const LowLatencyWindow& window = ll_.window;
+    Sum<T> total;
+    for (int domain = 0; domain < me_.control.num_domains; ++domain) {
+      if (domain == me_.control.domain_of(me_.rank)) {
+        total.add(own);
+      } else if (domains_.ranks_of[token_] >> domain & 1) {
+        Part part = {};
+        part.load(ll_.window_of[me_.rank] + window.domain_sums(domain) +
+                      std::size_t{1} * domains_.place(domain, token_) * window.sum_bytes,
+                  offset_, window.sum_bytes);
+        total.add(part);
+      }
+    }
+    return total;
+  }
+
   const KernelContext& me_;
   const LowLatencyContext& ll_;
   const LowLatencyCombine& job_;
-  const Places& places_;
+  const Places &places_, &domains_;
   int token_ = 0, offset_ = 0, place_ = 0;
   std::uint32_t ranks_ = 0;
   Sum<T> own_;
 };
 
-template <typename T>
+template <typename T, typename R>
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_combine_kernel(KernelContext me, LowLatencyContext ll, LowLatencyCombine job) {
+    ll_combine_kernel(KernelContext me, LowLatencyContext ll, LowLatencyCombine job,
+                      const __grid_constant__ R rails) {
   __shared__ Places places;
+  __shared__ Places domains;      // of tokens for rail peers, which count as ranks here
+  __shared__ Places rail_places;  // of the rail peers' tokens
   __shared__ int counts[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kCombine, job.sends);
   const int thread = threadIdx.x;
   const std::uint32_t ranks = thread < job.num_tokens ? ll.state->ranks_of[thread] : 0;
+  // The last CTA counts it up when all CTAs have read it.
+  const std::uint64_t sums_put =
+      R::kAreThere
+          ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokenSumsPut]) + 1
+          : 0;
   if (thread < window.num_ranks) {
     const std::uint64_t word = *sent_word(ll, me.rank, Turn::kDispatch, thread);
     counts[thread] = static_cast<int>(word & (kBadRouting - 1));
+    // This rank adds up what it has for its rail peers' tokens itself.
+    if (R::kAreThere && host_of(me, thread) == me.rank) counts[thread] = 0;
   }
   places.set(ranks, job.num_tokens, window.num_ranks);
+  if constexpr (R::kAreThere) {
+    domains.set(other_domains(me, ranks), job.num_tokens, me.control.num_domains);
+  }
   bool has_failed = __syncthreads_or(now.has_failed);
   if (job.sends) {
-    if (!has_failed) send_back<T>(me, ll, job, counts);
-    const unsigned int sent = count_sent(ll.state, false, has_failed);
+    if (!has_failed) send_back<T, R>(me, ll, job, counts);
+    const unsigned int sent = count_sent(&ll.state->sent, false, has_failed);
     if (thread == 0 && sent != 0 && sent < kSentFailed) {
       fence_system();  // passes on what this thread saw through the other CTAs' fences
       for (int rank = 0; rank < window.num_ranks; ++rank) {
+        if (R::kAreThere && !is_local(me, rank)) continue;
         post_numbered(sent_word(ll, rank, Turn::kCombine, me.rank), now.number, 0);
       }
       ll.state->combines = now.number;
@@ -232,16 +336,20 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
   const int items = job.num_tokens * pieces, step = gridDim.x * kLlWarps;
   int item = thread / 32 * gridDim.x + blockIdx.x;
-  SourceSums<T> sums(me, ll, job, places);
+  SourceSums<T, R> sums(me, ll, job, places, domains);
   if (item < items) sums.begin(item);
   // Every CTA waits for every rank, whether or not it has a part for this one: no rank may leave
   // before all have sent (protocol.h).
-  if (thread < window.num_ranks && !has_failed) {
+  if (thread < window.num_ranks && !has_failed && (!R::kAreThere || is_local(me, thread))) {
     has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,
                                                  sent_word(ll, me.rank, Turn::kCombine, thread),
                                                  now.number) < 0;
   }
   has_failed = __syncthreads_or(has_failed);
+  if constexpr (R::kAreThere) {
+    has_failed =
+        !put_token_sums<T>(me, rails, ll, job, rail_places, sums_put, now.number, has_failed);
+  }
   while (item < items) {
     sums.finish(!has_failed);
     item += step;
@@ -249,15 +357,29 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   }
 }
 
+template <typename T, typename R>
+void launch_combine(const KernelContext& me, const LowLatencyContext& ll,
+                    const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
+                    const R& rails) {
+  const auto kernel = ll_combine_kernel<T, R>;
+  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll, job, rails);
+  cuda_check(cudaGetLastError(), "launching a low-latency combine");
+}
+
 }  // namespace
 
 void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
-                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream) {
-  const auto kernel = job.dtype == DType::kBFloat16  ? ll_combine_kernel<__nv_bfloat16>
-                      : job.dtype == DType::kFloat16 ? ll_combine_kernel<__half>
-                                                     : ll_combine_kernel<float>;
-  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll, job);
-  cuda_check(cudaGetLastError(), "launching a low-latency combine");
+                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
+                         const Rails* rails) {
+  with_rails(rails, [&](const auto& way) {
+    if (job.dtype == DType::kBFloat16) {
+      launch_combine<__nv_bfloat16>(me, ll, job, num_ctas, stream, way);
+    } else if (job.dtype == DType::kFloat16) {
+      launch_combine<__half>(me, ll, job, num_ctas, stream, way);
+    } else {
+      launch_combine<float>(me, ll, job, num_ctas, stream, way);
+    }
+  });
 }
 
 }  // namespace ncclep::native

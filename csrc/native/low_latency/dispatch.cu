@@ -8,6 +8,7 @@
 
 #include "common/cuda.h"
 #include "native/low_latency/operation.cuh"
+#include "native/low_latency/rail_tokens.cuh"
 
 namespace ncclep::native {
 
@@ -36,12 +37,20 @@ __device__ std::uint32_t find_ranks(const KernelContext& me, const LowLatencyDis
   return ranks;
 }
 
-// Sends a token's experts and weights, and the scales of its row, to all of `ranks`.  Called by one
-// warp, whose lane r holds the token's place at rank r.  False if the token's routing is bad:
-// invalid assignments count as not routed.
+// A token of the message to the rail peer in `domain`.
+__device__ char* sent_token(const KernelContext& me, const LowLatencyContext& ll, int domain,
+                            int index) {
+  return ll.window_of[me.rank] + ll.window.sent_message(domain) + 16 +
+         index * ll.window.token_bytes();
+}
+
+// Sends a token's experts and weights, and the scales of its row, to all of `ranks`, and writes
+// them into the messages to `domains`.  Called by one warp, whose lane r holds the token's place at
+// rank r.  False if the token's routing is bad: invalid assignments count as not routed.
+template <typename R>
 __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll,
                             const LowLatencyDispatch& job, int token, std::uint32_t ranks,
-                            int own_place) {
+                            int own_place, const Places& domains) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, num_local = me.control.num_local();
   std::int64_t named = -1;
@@ -75,12 +84,28 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
     auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
     for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
   }
+  if constexpr (R::kAreThere) {
+    const int in_domain = num_local * me.control.local_ranks();
+    for (std::uint32_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
+      const int domain = __ffs(left) - 1;
+      char* to = sent_token(me, ll, domain, domains.place(domain, token));
+      if (lane < window.top_k) {
+        const bool is_its = expert >= 0 && expert / in_domain == domain;
+        reinterpret_cast<std::int32_t*>(to)[lane] = is_its ? expert % in_domain : -1;
+        reinterpret_cast<float*>(to)[window.top_k + lane] = is_its ? weight : 0;
+      }
+      auto* to_scales = reinterpret_cast<uint4*>(to + window.header_bytes());
+      for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
+    }
+  }
   return is_good;
 }
 
 // Sends this CTA's share.  False for a thread that has found a bad routing.
+template <typename R>
 __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
-                          const LowLatencyDispatch& job, const Places& places) {
+                          const LowLatencyDispatch& job, const Places& places,
+                          const Places& domains) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
@@ -96,7 +121,8 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
         piece[v] = __ldg(reinterpret_cast<const uint4*>(from + v * kLlStride));
       }
     }
-    const std::uint32_t ranks = places.ranks_of[token];
+    std::uint32_t ranks = places.ranks_of[token];
+    if (R::kAreThere) ranks &= ranks_of_domain(me, me.control.domain_of(me.rank));
     const int own_place = lane < window.num_ranks ? places.place(lane, token) : 0;
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
       const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
@@ -109,7 +135,22 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
         }
       }
     }
-    if (i % pieces == 0) is_good &= send_header(me, ll, job, token, ranks, own_place);
+    if constexpr (R::kAreThere) {
+      for (std::uint32_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
+        const int domain = __ffs(left) - 1;
+        char* to = sent_token(me, ll, domain, domains.place(domain, token)) +
+                   window.header_bytes() + window.scale_bytes + offset;
+#pragma unroll
+        for (int v = 0; v < kLlVectors; ++v) {
+          if (offset + v * kLlStride < window.row_bytes) {
+            *reinterpret_cast<uint4*>(to + v * kLlStride) = piece[v];
+          }
+        }
+      }
+    }
+    if (i % pieces == 0) {
+      is_good &= send_header<R>(me, ll, job, token, ranks, own_place, domains);
+    }
   }
   return is_good;
 }
@@ -146,44 +187,83 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
 }
 
+template <typename R>
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_dispatch_kernel(KernelContext me, LowLatencyContext ll, LowLatencyDispatch job) {
+    ll_dispatch_kernel(KernelContext me, LowLatencyContext ll, LowLatencyDispatch job,
+                       const __grid_constant__ R rails) {
   __shared__ Places places;
+  __shared__ Places domains;  // of tokens for rail peers, which count as ranks here
   __shared__ int counts[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
+  const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
   if (!job.sends) {
-    receive(me, ll, job, now.number, __syncthreads_or(now.has_failed));
+    bool has_failed = __syncthreads_or(now.has_failed);
+    if constexpr (R::kAreThere) {
+      const unsigned int passed =
+          pass_tokens_on(me, rails, ll, places, state->tokens_put, now.number, has_failed);
+      if (passed == 0) return;
+      has_failed = passed >= kSentFailed;
+    }
+    receive(me, ll, job, now.number, has_failed);
     return;
   }
+  // The last CTA counts it up when all CTAs have read it.
+  const std::uint64_t tokens_put =
+      R::kAreThere ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokensPut]) + 1
+                   : 0;
   const std::uint32_t ranks = find_ranks(me, job, window.top_k);
   places.set(ranks, job.num_tokens, window.num_ranks);
+  if constexpr (R::kAreThere) {
+    domains.set(other_domains(me, ranks), job.num_tokens, me.control.num_domains);
+  }
   const bool has_failed = __syncthreads_or(now.has_failed);
   const int thread = threadIdx.x;
   if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;
   if (thread < window.num_ranks) counts[thread] = places.count(thread, job.num_tokens);
-  const bool is_good = has_failed || send_rows(me, ll, job, places);
-  const unsigned int sent = count_sent(ll.state, !is_good, has_failed);
-  if (sent == 0) return;
-  if (thread == 0 && sent < kSentFailed) {
+  const bool is_good = has_failed || send_rows<R>(me, ll, job, places, domains);
+  const unsigned int sent = count_sent(&ll.state->sent, !is_good, has_failed);
+  if (sent == 0 && !(R::kAreThere && job.completes)) return;
+  const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;
+  if (thread == 0 && sent != 0 && sent < kSentFailed) {
     fence_system();  // passes on what this thread saw through the other CTAs' fences
-    const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;
     for (int rank = 0; rank < window.num_ranks; ++rank) {
+      if (R::kAreThere && !is_local(me, rank)) continue;
       post_numbered(sent_word(ll, rank, Turn::kDispatch, me.rank), now.number, counts[rank] | bad);
     }
     ll.state->dispatches = now.number;
   }
-  if (job.completes) receive(me, ll, job, now.number, sent >= kSentFailed);
+  if constexpr (R::kAreThere) {
+    if (sent != 0 && sent < kSentFailed) {
+      see_other_ctas();
+      put_messages(me, rails, ll, domains, job.num_tokens, bad);
+      if (thread == 0) me.state->rail_signals[kTokensPut] = ll.state->tokens_put = tokens_put;
+    }
+    if (!job.completes) return;
+    const unsigned int passed =
+        pass_tokens_on(me, rails, ll, places, tokens_put, now.number, has_failed);
+    if (passed != 0) receive(me, ll, job, now.number, passed >= kSentFailed);
+  } else if (job.completes) {
+    receive(me, ll, job, now.number, sent >= kSentFailed);
+  }
+}
+
+template <typename R>
+void launch_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+                     const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream,
+                     const R& rails) {
+  const auto kernel = ll_dispatch_kernel<R>;
+  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll, job, rails);
+  cuda_check(cudaGetLastError(), "launching a low-latency dispatch");
 }
 
 }  // namespace
 
 void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
-                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream) {
-  if (!job.sends) num_ctas = 1;
-  ll_dispatch_kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll,
-                                                                                          job);
-  cuda_check(cudaGetLastError(), "launching a low-latency dispatch");
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream,
+                          const Rails* rails) {
+  if (!job.sends && rails == nullptr) num_ctas = 1;
+  with_rails(rails, [&](const auto& way) { launch_dispatch(me, ll, job, num_ctas, stream, way); });
 }
 
 }  // namespace ncclep::native

@@ -7,6 +7,7 @@
 
 #include "common/cuda.h"
 #include "common/error.h"
+#include "native/device/rails.h"
 #include "native/host/window_check.h"
 
 namespace ncclep::native {
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int kVector = 16;  // bytes that the kernels copy at a time
 constexpr int kMaxHidden = 1 << 20;
+// Of the second half of a dispatch over several domains, which sends rail peers' tokens on.
+constexpr int kCompletingCtas = 8;
 
 void require_shape(const char* what, const Tensor& tensor, DType dtype,
                    const std::vector<std::int64_t>& shape) {
@@ -25,7 +28,7 @@ void require_shape(const char* what, const Tensor& tensor, DType dtype,
           what, " must start at a multiple of ", kVector, " bytes");
 }
 
-LowLatencyWindow layout_of(int num_ranks, const LowLatencySizes& sizes) {
+LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySizes& sizes) {
   require(0 < sizes.max_tokens && sizes.max_tokens <= kLowLatencyTokens, sizes.max_tokens,
           " tokens: from 1 to ", kLowLatencyTokens);
   require(0 < sizes.top_k && sizes.top_k <= kMaxTopK, "top-k ", sizes.top_k, ": from 1 to ",
@@ -40,7 +43,8 @@ LowLatencyWindow layout_of(int num_ranks, const LowLatencySizes& sizes) {
   require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
           "dispatched rows must have the dtype of combined rows, or be bytes");
   LowLatencyWindow layout{};
-  layout.num_ranks = num_ranks;
+  layout.num_ranks = communicator.num_ranks();
+  layout.num_domains = communicator.num_ranks() / communicator.lsa_size();
   layout.max_tokens = sizes.max_tokens;
   layout.top_k = sizes.top_k;
   layout.row_bytes = sizes.hidden * itemsize_of(sizes.payload);
@@ -58,14 +62,13 @@ LowLatencyWindow layout_of(int num_ranks, const LowLatencySizes& sizes) {
 std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
                                              const LowLatencySizes& sizes,
                                              const AllGather& all_gather) {
-  const int num_ranks = group->communicator()->num_ranks();
-  layout_of(num_ranks, sizes);  // throws on all ranks alike
+  layout_of(*group->communicator(), sizes);  // throws on all ranks alike
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window is made");
   if (group->windows().empty()) {
     group->reserve(kChunk, sizes.top_k, kVector, 0, all_gather);
   }
   std::shared_ptr<LowLatency> made;
-  const Agreement agreement(all_gather, num_ranks, "low-latency mode");
+  const Agreement agreement(all_gather, group->communicator()->num_ranks(), "low-latency mode");
   agreement.on_all_ranks(
       "allocating a low-latency window",
       [&] {
@@ -83,10 +86,9 @@ std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
 }
 
 LowLatency::LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes)
-    : group_(std::move(group)),
-      sizes_(sizes),
-      layout_(layout_of(group_->communicator()->num_ranks(), sizes)) {
-  window_ = std::make_shared<Window>(group_->communicator(), layout_.num_bytes());
+    : group_(std::move(group)), sizes_(sizes), layout_(layout_of(*group_->communicator(), sizes)) {
+  const Reach reach = group_->network() != nullptr ? Reach::kNetwork : Reach::kDomain;
+  window_ = std::make_shared<Window>(group_->communicator(), layout_.num_bytes(), reach);
   cuda_check(cudaMalloc(&state_, sizeof(LowLatencyState)), "cudaMalloc");
 }
 
@@ -95,6 +97,7 @@ LowLatency::~LowLatency() = default;  // see the class comment
 void LowLatency::open() {
   require_open();
   window_->open();
+  if (group_->network() != nullptr) rails_ = make_rails(*group_->network(), {window_});
 }
 
 void LowLatency::clear() {
@@ -105,6 +108,7 @@ void LowLatency::clear() {
 }
 
 void LowLatency::drop() {
+  rails_.reset();
   window_.reset();
   cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
 }
@@ -112,6 +116,7 @@ void LowLatency::drop() {
 void LowLatency::close() {
   if (window_ == nullptr) return;
   cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window closes");
+  group_->settle();
   window_->close();
   drop();
 }
@@ -130,15 +135,17 @@ std::uintptr_t LowLatency::address(std::size_t offset) const {
   require(window_->is_open(), "the low-latency window is not open");
   // Through the address that the kernels write to: two mappings of the same memory need not be
   // coherent.
-  return reinterpret_cast<std::uintptr_t>(window_->peers()[group_->communicator()->rank()] +
-                                          offset);
+  const Communicator& all = *group_->communicator();
+  const int place = all.rank() - all.rank_in_domain(0);
+  return reinterpret_cast<std::uintptr_t>(window_->peers()[place] + offset);
 }
 
 LowLatencyContext LowLatency::context() const {
   require(window_->is_open(), "the low-latency window is not open");
   LowLatencyContext ll{};
   ll.window = layout_;
-  std::copy(window_->peers().begin(), window_->peers().end(), ll.window_of);
+  std::copy(window_->peers().begin(), window_->peers().end(),
+            ll.window_of + group_->communicator()->rank_in_domain(0));
   ll.state = state_;
   return ll;
 }
@@ -169,8 +176,7 @@ void LowLatency::dispatch(const Tensor& x, const std::optional<Tensor>& scales,
   job.is_int64 = topk_idx.dtype == DType::kInt64;
   job.num_tokens = static_cast<int>(num_tokens);
   job.counts = static_cast<std::int32_t*>(counts.data);
-  group_->queue(stream,
-                [&] { low_latency_dispatch(group_->context(), context(), job, num_ctas, stream); });
+  queue_dispatch(job, num_ctas, stream);
   num_tokens_ = num_tokens;
 }
 
@@ -180,8 +186,14 @@ void LowLatency::complete_dispatch(const Tensor& counts, std::uintptr_t stream) 
   LowLatencyDispatch job{};
   job.completes = true;
   job.counts = static_cast<std::int32_t*>(counts.data);
-  group_->queue(stream,
-                [&] { low_latency_dispatch(group_->context(), context(), job, 1, stream); });
+  queue_dispatch(job, kCompletingCtas, stream);
+}
+
+void LowLatency::queue_dispatch(const LowLatencyDispatch& job, int num_ctas,
+                                std::uintptr_t stream) {
+  group_->queue(stream, [&] {
+    low_latency_dispatch(group_->context(), context(), job, num_ctas, stream, rails_.get());
+  });
 }
 
 void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out,
@@ -207,8 +219,9 @@ void LowLatency::combine(const Tensor& y, const std::optional<Tensor>& rows_of, 
   job.out = static_cast<char*>(out.data);
   job.num_tokens = static_cast<int>(num_tokens_);
   job.dtype = sizes_.dtype;
-  group_->queue(stream,
-                [&] { low_latency_combine(group_->context(), context(), job, num_ctas, stream); });
+  group_->queue(stream, [&] {
+    low_latency_combine(group_->context(), context(), job, num_ctas, stream, rails_.get());
+  });
 }
 
 }  // namespace ncclep::native

@@ -72,12 +72,14 @@ class LowLatency {
  private:
   std::uintptr_t address(std::size_t offset) const;
   LowLatencyContext context() const;
+  void queue_dispatch(const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream);
   void require_open() const;
 
   std::shared_ptr<Group> group_;
   LowLatencySizes sizes_;
   LowLatencyWindow layout_;
   std::shared_ptr<Window> window_;
+  std::shared_ptr<const Rails> rails_;  // with several domains
   LowLatencyState* state_ = nullptr;
   std::int64_t num_tokens_ = 0;  // of the last dispatch
 };

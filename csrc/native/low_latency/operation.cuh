@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
 #include "native/low_latency/protocol.h"
 
@@ -50,6 +51,15 @@ __device__ inline Operation begin(const KernelContext& me, const LowLatencyConte
   return now;
 }
 
+// The window of a low-latency object's rails.
+constexpr RailWindow kLowLatencyWindow = kControlWindow;
+
+// The ranks of this domain, one bit each.
+__device__ inline std::uint32_t ranks_of_domain(const KernelContext& me, int domain) {
+  const int locals = me.control.local_ranks();
+  return ~0u >> (kMaxRanks - locals) << domain * locals;
+}
+
 // The ranks that this rank's tokens go to, and their places there: a token's place is the number of
 // earlier tokens that go to the same rank.
 struct Places {
@@ -89,19 +99,20 @@ __device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, i
 // found the group failed.
 constexpr unsigned int kSentCta = 1, kSentBad = 1 << 10, kSentFailed = 1 << 20;
 
-// All threads call it after issuing what they send.  Returns the sum in the last CTA, where the
-// writes of all CTAs come before what its thread 0 stores after a system fence; 0 in the others.
-__device__ inline unsigned int count_sent(LowLatencyState* state, bool is_bad, bool has_failed) {
+// All threads call it after issuing what they send, with a word of the object's state.  Returns the
+// sum in the last CTA, where the writes of all CTAs come before what its thread 0 stores after a
+// system fence; 0 in the others.
+__device__ inline unsigned int count_sent(unsigned int* word, bool is_bad, bool has_failed) {
   __shared__ unsigned int sum;
   is_bad = __syncthreads_or(is_bad);
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned int mine = kSentCta + is_bad * kSentBad + has_failed * kSentFailed;
-    sum = atomicAdd(&state->sent, mine) + mine;
+    sum = atomicAdd(word, mine) + mine;
     if (sum % kSentBad != gridDim.x) {
       sum = 0;
     } else {
-      state->sent = 0;
+      *word = 0;
     }
   }
   __syncthreads();

@@ -34,6 +34,23 @@
 // begins.  Two micro-batches at a time need two objects, whose operations all ranks queue in the
 // same order.
 //
+// Several NVLink domains (native/rail_layout.h).  A rank puts the rows of its tokens for a domain,
+// with their experts and weights, to its rail peer there, in one message.  When the rail peer
+// completes the dispatch, it sends them on to the ranks of its domain as if it were the source
+// rank, and posts the source's words; so all its CTAs wait, too.  In combine a rank sends the sums
+// for a token of another domain to that source's rail peer, which adds them up when it completes
+// the combine, its own unrounded, rounds, and puts a row for each token back.  The source adds up
+// the domains' sums, all of them rounded.  Why one place for each is enough, for rank S, its rail
+// peer B, and rank Q of B's domain:
+//
+// - What S puts in D(n+1): B reads that of Dn until it has put Cn, without which S is still in Cn.
+// - What B puts in Cn: S reads that of C(n-1) in C(n-1), and puts Dn afterwards, without which B is
+//   still in Dn.  For the same reasons both may write again what is on its way.
+// - What B sends on to Q in D(n+1), and S's word: Q reads those of Dn until it posts its word of
+//   Cn, without which B is still in Cn.
+// - What Q sends to B in C(n+1): B reads that of Cn before it completes Cn, and posts S's word of
+//   D(n+1) afterwards.
+//
 // Halves: `sends` writes and posts the word, `completes` waits and delivers.  The argument above
 // holds when an operation counts as over after its second half.
 #pragma once
@@ -42,6 +59,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "native/rail_layout.h"
 #include "native/state.h"
 
 namespace ncclep::native {
@@ -53,6 +71,7 @@ constexpr int kLowLatencyTokens = 512;
 struct LowLatencyWindow {
   int num_ranks, max_tokens, top_k;
   int row_bytes, scale_bytes, sum_bytes;  // of a dispatched row, of its scales, of a sum
+  int num_domains = 1;
 
   NCCLEP_BOTH std::size_t places() const {
     return static_cast<std::size_t>(num_ranks) * max_tokens;
@@ -72,7 +91,33 @@ struct LowLatencyWindow {
   }
   NCCLEP_BOTH std::size_t rows() const { return scales() + places() * scale_bytes; }
   NCCLEP_BOTH std::size_t sums() const { return rows() + places() * row_bytes; }
-  NCCLEP_BOTH std::size_t num_bytes() const { return sums() + places() * sum_bytes; }
+  NCCLEP_BOTH std::size_t own_bytes() const { return sums() + places() * sum_bytes; }
+
+  // With several domains.  A message to a rail peer: uint64 [2], the number of its tokens and
+  // kBadRouting; then for each its experts int32 [K], by number in the domain or -1, its weights
+  // float [K], its scales and its row.
+  NCCLEP_BOTH std::size_t header_bytes() const { return (std::size_t{8} * top_k + 15) / 16 * 16; }
+  NCCLEP_BOTH std::size_t token_bytes() const { return header_bytes() + scale_bytes + row_bytes; }
+  NCCLEP_BOTH std::size_t message_bytes(int tokens) const { return 16 + tokens * token_bytes(); }
+  // [D], on their way and there.
+  NCCLEP_BOTH std::size_t sent_message(int domain) const {
+    return (own_bytes() + 127) / 128 * 128 + domain * message_bytes(max_tokens);
+  }
+  NCCLEP_BOTH std::size_t message(int domain) const { return sent_message(num_domains + domain); }
+  // [D][L][max_tokens]: sums of the ranks of this domain for tokens of each rail peer, in the
+  // places of the ranks.
+  NCCLEP_BOTH std::size_t rank_sums(int domain, int place) const {
+    const int number = domain * (num_ranks / num_domains) + place;
+    return message(num_domains) + std::size_t{1} * number * max_tokens * sum_bytes;
+  }
+  // [D][max_tokens], on their way to rail peers and there.
+  NCCLEP_BOTH std::size_t sent_sums(int domain) const {
+    return rank_sums(num_domains, 0) + std::size_t{1} * domain * max_tokens * sum_bytes;
+  }
+  NCCLEP_BOTH std::size_t domain_sums(int domain) const { return sent_sums(num_domains + domain); }
+  NCCLEP_BOTH std::size_t num_bytes() const {
+    return num_domains == 1 ? own_bytes() : domain_sums(num_domains);
+  }
 };
 
 // In a word of dispatch: the sender's routing names an invalid expert, or an expert twice.
@@ -81,7 +126,9 @@ constexpr std::uint32_t kBadRouting = 1u << 31;
 // In device memory of one rank; zero at the start.
 struct LowLatencyState {
   std::uint64_t dispatches, combines;  // that were sent
+  std::uint64_t tokens_put;            // the rail peers' signal of the last dispatch
   unsigned int sent;                   // CTAs of the current operation (operation.cuh)
+  unsigned int passed;                 // CTAs that have done their part for the rail peers
   // The ranks of each token in the last dispatch, one bit each, for its combine.
   std::uint32_t ranks_of[kLowLatencyTokens];
 };
@@ -116,9 +163,12 @@ struct LowLatencyCombine {
   DType dtype;
 };
 
+// `rails`, whose first window is the object's, are null unless there are several domains.
 void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
-                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream);
+                          const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream,
+                          const Rails* rails = nullptr);
 void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
-                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream);
+                         const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
+                         const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

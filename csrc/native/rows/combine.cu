@@ -93,8 +93,9 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     second = find();
     find_slot(following);
     if (!has_entered) {
-      const int to = R::kAreThere ? host_of(me, source) : source;
-      has_entered = __all_sync(~0u, wait_for_entry(me, Phase::kCombine, to, entry, epoch) != 0);
+      // A source in another domain, not only its rail peer here: what that puts to it comes from
+      // where values are sent now.
+      has_entered = __all_sync(~0u, wait_for_entry(me, Phase::kCombine, source, entry, epoch) != 0);
       if (!has_entered) return now.is_there = false;
     }
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;

@@ -9,8 +9,8 @@
 // wait for other ranks, whose sums may wait for the former.
 //
 // Why nothing is overwritten that is still needed: what a rank sends or puts to another one, and
-// what it prepares to be put there, it writes only when that rank has entered this combine, and so
-// has left the previous one, with everything that was put to it.
+// what it, or another rank of its domain, prepares to be put there, is written only when that rank
+// has entered this combine, and so has left the previous one, with everything that was put to it.
 #pragma once
 
 #include <cuda_runtime.h>

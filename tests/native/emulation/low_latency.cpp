@@ -41,7 +41,9 @@ struct Object {
       : number(number), numbers(Numbers::of_any_dtype()), states(sizes.ranks), ranks(sizes.ranks) {
     const int row_bytes = 16 * one_of({1, 3, 65, 129});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
-    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, 0, sum_bytes};
+    const int scale_bytes = 0;
+    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes,
+              scale_bytes, sum_bytes,        sizes.domains};
     for (LowLatencyState& state : states) {
       windows.emplace_back(window.num_bytes(), 0);
       std::memset(static_cast<void*>(&state), 0, sizeof(LowLatencyState));
@@ -63,8 +65,10 @@ struct Object {
     LowLatencyContext ll{};
     ll.window = window;
     ll.state = &states[rank];
+    const int locals = window.num_ranks / window.num_domains;
     for (int other = 0; other < window.num_ranks; ++other) {
-      ll.window_of[other] = windows[other].data<char>();
+      const bool is_local = other / locals == rank / locals;
+      ll.window_of[other] = is_local ? windows[other].data<char>() : nullptr;
     }
     return ll;
   }
@@ -97,7 +101,10 @@ class LowLatencySteps : public Sequence {
   LowLatencySteps(const Sizes& sizes, int num_objects)
       : Sequence(sizes), bad_ranks_(sizes.ranks, 0) {
     const int num_rounds = between(2, 5);
-    for (int i = 0; i < num_objects; ++i) objects_.emplace_back(this->sizes, i, num_rounds);
+    for (int i = 0; i < num_objects; ++i) {
+      Object& object = objects_.emplace_back(this->sizes, i, num_rounds);
+      for (int rank = 0; rank < sizes.ranks; ++rank) add_to_network(rank, object.windows[rank]);
+    }
     draw_steps(num_rounds);
   }
 
@@ -210,8 +217,10 @@ class LowLatencySteps : public Sequence {
     job.num_tokens = num_tokens;
     job.counts = mine.counts->data<std::int32_t>();
     const KernelContext me = context(rank);
-    launch(rank,
-           [&] { low_latency_dispatch(me, object.context(rank), job, between(1, kSms), rank); });
+    launch(rank, [&] {
+      low_latency_dispatch(me, object.context(rank), job, between(1, kSms), rank,
+                           rails(rank, 2 + object.number));
+    });
     if (step.completes) check_dispatch(rank, object, step.round);
   }
 
@@ -328,8 +337,10 @@ class LowLatencySteps : public Sequence {
     job.dtype = object.numbers.dtype();
     const bool had_failed = has_failed(rank);
     const KernelContext me = context(rank);
-    launch(rank,
-           [&] { low_latency_combine(me, object.context(rank), job, between(1, kSms), rank); });
+    launch(rank, [&] {
+      low_latency_combine(me, object.context(rank), job, between(1, kSms), rank,
+                          rails(rank, 2 + object.number));
+    });
     if (!step.completes) return;
     require(!had_failed || mine.out->is_filled_with(0xff), "ll combine: tokens of rank ", rank,
             ", whose group has failed: not all NaN");
@@ -340,7 +351,7 @@ class LowLatencySteps : public Sequence {
   void check_combine(int rank, Object& object, int number) {
     const Numbers& numbers = object.numbers;
     const int hidden = object.window.sum_bytes / numbers.size();
-    std::vector<float> total(object.num_tokens(rank, number) * hidden, 0);
+    std::vector<float> total(object.num_tokens(rank, number) * hidden, 0), of_domain(total);
     for (int expert_rank = 0; expert_rank < sizes.ranks; ++expert_rank) {
       for (const Pair& pair : object.rounds[number].routing.pairs[expert_rank]) {
         if (pair.source != rank) continue;
@@ -349,8 +360,14 @@ class LowLatencySteps : public Sequence {
           for (int k = 0; k < object.num_returned(number, pair); ++k) {
             part += numbers.round(object.returned(number, expert_rank, pair, k, i));
           }
-          total[pair.token * hidden + i] += expert_rank == rank ? part : numbers.round(part);
+          const bool is_own = sizes.place_of(expert_rank) == sizes.place_of(rank);
+          of_domain[pair.token * hidden + i] += is_own ? part : numbers.round(part);
         }
+      }
+      if (sizes.place_of(expert_rank + 1) != 0) continue;  // the domain's last rank
+      for (std::size_t i = 0; i < total.size(); ++i) {
+        total[i] += sizes.domains == 1 ? of_domain[i] : numbers.round(of_domain[i]);
+        of_domain[i] = 0;
       }
     }
     const char* out = object.ranks[rank].out->data<char>();
@@ -372,6 +389,7 @@ class LowLatencySteps : public Sequence {
 std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
                                            const Starts& starts) {
   Sizes sizes{};
+  if (kind.rfind("rails-", 0) == 0) sizes.domains = draw_domains(ranks);
   sizes.ranks = ranks;
   sizes.starts = starts;
   sizes.local = between(0, 4) == 0 ? 35 : between(1, 3);

@@ -2,6 +2,8 @@
 #include "machine/network.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "native/device/rails.cuh"
 #include "network/probe.h"
@@ -83,7 +85,7 @@ std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts) {
 
 struct Wires {
   emu::Network network;
-  std::vector<ncclep::native::Rails> rails;
+  std::map<std::pair<int, int>, ncclep::native::Rails> rails;  // by rank and window
 };
 
 void EndWires::operator()(Wires* wires) const { delete wires; }
@@ -96,7 +98,6 @@ void Sequence::make_wires() {
       Memory& window = (*windows)[rank];
       wires_->network.add_window(rank, window.data<char>(), window.num_bytes());
     }
-    wires_->rails.push_back({{&wires_->network, rank}});
   }
 }
 
@@ -108,6 +109,11 @@ void Sequence::let_everything_arrive() {
   while (!wires_->network.is_at_rest()) wires_->network.get_further();
 }
 
-const ncclep::native::Rails* Sequence::rails(int rank) {
-  return wires_ == nullptr ? nullptr : &wires_->rails[rank];
+const ncclep::native::Rails* Sequence::rails(int rank, int window) {
+  if (wires_ == nullptr) return nullptr;
+  return &(wires_->rails[{rank, window}] = {{&wires_->network, rank, window}});
+}
+
+void Sequence::add_to_network(int rank, Memory& window) {
+  if (wires_ != nullptr) wires_->network.add_window(rank, window.data<char>(), window.num_bytes());
 }

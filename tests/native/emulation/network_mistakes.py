@@ -6,7 +6,8 @@ CASES = (
     ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-failures", 2, 6),
     ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
     ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
-    ("rails-calls", 4, 4), ("rails-late", 4, 3),
+    ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
+    ("rails-ll", 6, 4), ("rails-ll-failures", 2, 8), ("rails-ll-failures", 4, 6),
 )  # fmt: skip
 
 # As `Mistake` has them.
@@ -82,12 +83,34 @@ MISTAKES = {
         " != 0»;",
         "true",
         "rails-combines", 2, "."),
+    "rails: values are sent while those of the combine before are put": (
+        "native/rows/combine.cu", "wait_for_entry(me, Phase::kCombine, «source», entry",
+        "host_of(me, source)",
+        "rails-combines", 4, "combine: weights"),
     "rails: a sum is counted before it is stored": (
         "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd", "",
         "rails-combines", 4, "combine: "),
     "rails: sums of the combine before are counted": (
         "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",
         "rails-combines", 2, "combine: "),
+    "rails: LL: what rail peers put is taken before it has come": (
+        "native/low_latency/rail_tokens.cuh",
+        "is_here = «wait_for_signals(me, rails, phase, signal, threadIdx.x, goal, number)»;",
+        "true",
+        "rails-ll", 2, "ll "),
+    "rails: LL: the last message is taken for this one": (
+        "native/low_latency/dispatch.cu", "rail_signals[kTokensPut]) + «1»", "0",
+        "rails-ll", 2, "."),
+    "rails: LL: the last sums are taken for these": (
+        "native/low_latency/combine.cu", "rail_signals[kTokenSumsPut]) + «1»", "0",
+        "rails-ll", 2, "."),
+    "rails: LL: a message is put without what other CTAs wrote": (
+        "native/low_latency/rail_tokens.cuh", "«if (threadIdx.x == 0) fence_system();»\n  __sync",
+        "",
+        "rails-ll", 2, "ll "),
+    "rails: LL: a source's word is seen before its tokens": (
+        "native/low_latency/rail_tokens.cuh", "«fence_system();»  // passes on", "",
+        "rails-ll", 4, "ll dispatch: "),
     "rails: windows close while something is on its way": (
         "native/device/stop.cu", "round <= «kLastRounds»;", "1",
         "rails-failures", 2, "bytes are on their way"),

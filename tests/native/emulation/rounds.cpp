@@ -117,10 +117,14 @@ void Sequence::settle() {
 
 namespace {
 
+bool is_low_latency(const std::string& kind) {
+  return kind.rfind("ll", 0) == 0 || kind.rfind("rails-ll", 0) == 0;
+}
+
 std::unique_ptr<Sequence> draw_sequence(const std::string& kind, int ranks, const Starts& starts) {
   if (kind == "probes") return draw_probes(ranks, starts);
-  const bool is_low_latency = kind.rfind("ll", 0) == 0;
-  return is_low_latency ? draw_low_latency(kind, ranks, starts) : draw_rows(kind, ranks, starts);
+  return is_low_latency(kind) ? draw_low_latency(kind, ranks, starts)
+                              : draw_rows(kind, ranks, starts);
 }
 
 void run_without_failure(Sequence& sequence) {
@@ -143,6 +147,7 @@ class WithFailure {
       : sequence_(sequence),
         ranks_(sequence.sizes.ranks),
         has_late_ctas_(kind == "late"),
+        has_objects_(is_low_latency(kind)),
         how_(has_late_ctas_ ? one_of({Failing::kStops, Failing::kComesLate, Failing::kHasLateCta})
              : kind == "calls" ? Failing::kDiffers
                                : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
@@ -223,13 +228,18 @@ class WithFailure {
         continue;
       }
       require(has_stopped_, "failure: rank ", rank, " of all that came");
-      require(how_ != Failing::kRefuses || step >= stopped_in_, "failure: rank ", rank,
-              " before the call that was refused");
+      // Operations of low-latency objects are no operations of the group.
+      require(how_ != Failing::kRefuses || step >= stopped_in_ || has_objects_, "failure: rank ",
+              rank, " before the call that was refused");
       // It waits for the victim or for a rank that has failed itself: in a later step, or in a
       // step whose warps wait for several things.  With late CTAs it may be any rank.
       const bool passes_on = step > first || !sequence_.waits_for_one_thing(step);
+      // The victim passes on what its rail peers say.
+      const Sizes& sizes = sequence_.sizes;
+      const bool speaks_for_peer = sizes.domain_of(victim_) == sizes.domain_of(rank) &&
+                                   sizes.place_of(victim_) == sizes.place_of(peer);
       const bool is_right = peer == victim_ || rank == victim_ || has_late_ctas_ ||
-                            (passes_on && failed_in_[peer] <= step);
+                            speaks_for_peer || (passes_on && failed_in_[peer] <= step);
       require(is_right, "failure: rank ", rank, " names rank ", peer, " instead of ", victim_);
     }
   }
@@ -248,7 +258,7 @@ class WithFailure {
 
   Sequence& sequence_;
   const int ranks_;
-  const bool has_late_ctas_;
+  const bool has_late_ctas_, has_objects_;
   const Failing how_;
   const int victim_;
   int kernels_left_;  // of the victim, before it stops

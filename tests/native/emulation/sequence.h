@@ -85,8 +85,10 @@ class Sequence {
 
  protected:
   ncclep::native::KernelContext context(int rank, std::uint64_t call = 0);
-  // Null in one domain.
-  const ncclep::native::Rails* rails(int rank);
+  // Null in one domain; `window`: the first that kernels know, which are a control window, a rows
+  // window, and those that were added.
+  const ncclep::native::Rails* rails(int rank, int window = 0);
+  void add_to_network(int rank, Memory& window);
   bool has_failed(int rank) const { return states[rank].failed != 0; }
   // Queues a kernel on the rank's stream and waits until it is over.
   void launch(int rank, const std::function<void()>& queue);

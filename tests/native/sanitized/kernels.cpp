@@ -50,6 +50,7 @@ void plan_receive(const KernelContext&, const ReceivedRoutes&, const PlanScratch
 void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
+void settle(const KernelContext&, std::uintptr_t, const Rails&) {}
 void dispatch(const KernelContext&, const Dispatch&, int, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
@@ -57,11 +58,11 @@ void combine(const KernelContext&, const Combine&, int, std::uintptr_t stream, c
   standin::note_kernel(stream);
 }
 void low_latency_dispatch(const KernelContext&, const LowLatencyContext&, const LowLatencyDispatch&,
-                          int, std::uintptr_t stream) {
+                          int, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
 void low_latency_combine(const KernelContext&, const LowLatencyContext&, const LowLatencyCombine&,
-                         int, std::uintptr_t stream) {
+                         int, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
 

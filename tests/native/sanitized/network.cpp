@@ -5,8 +5,8 @@ namespace ncclep {
 
 namespace native {
 
-std::shared_ptr<const Rails> make_rails(const network::Rails&, const std::shared_ptr<Window>&,
-                                        const std::shared_ptr<Window>&) {
+std::shared_ptr<const Rails> make_rails(const network::Rails&,
+                                        const std::vector<std::shared_ptr<Window>>&) {
   return nullptr;
 }
 

@@ -8,14 +8,14 @@ namespace ncclep::network {
 
 struct Rail {
   emu::Network* network;
-  int rank;
+  int rank, first_window = 0;
 };
 
 constexpr int kNoSignal = -1;
 inline void put(const Rail& rail, int window, int domain, std::size_t to, std::size_t from,
                 std::size_t num_bytes, int signal) {
   fence_system();
-  rail.network->put(rail.rank, window, domain, to, from, num_bytes, signal);
+  rail.network->put(rail.rank, rail.first_window + window, domain, to, from, num_bytes, signal);
 }
 inline std::uint64_t read_signal(const Rail& rail, int signal) {
   const std::uint64_t* word = rail.network->look_at(rail.rank, signal);
