@@ -12,6 +12,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
+from run_case import Sums
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -285,13 +286,19 @@ class Oracle:
                 total += self.y[rank][first + pairs.index((source_rank, token))].float()
         return total
 
-    def out(self, source_rank: int) -> torch.Tensor:
-        case = self.case
+    def out(self, source_rank: int, ranks_on_node: int | None) -> torch.Tensor:
+        """The sums; with nodes, sums of their ranks' sums are rounded, too (`oracle_combine`)."""
+        case, most = self.case, ranks_on_node or self.case.num_ranks
         out = torch.zeros(len(self.topk[source_rank]), case.hidden)
+        of_node = torch.zeros_like(out)
         for rank in range(case.num_ranks):
             for token in self.tokens[source_rank][rank]:
                 part = self.part(rank, source_rank, token)
-                out[token] += part if rank == source_rank else part.to(case.dtype).float()
+                is_exact = rank % most == source_rank % most
+                of_node[token] += part if is_exact else part.to(case.dtype).float()
+            if rank % most == most - 1:
+                out += of_node if ranks_on_node is None else of_node.to(case.dtype).float()
+                of_node.zero_()
         return out.to(case.dtype)
 
 
@@ -309,13 +316,14 @@ def test_rounds_are_the_oracles(
 ) -> None:
     for num_ranks in {rank_counts[0], rank_counts[-1]}:
         (case,) = [case for case in cases(num_ranks) if case.name == name]
+        on_node = Sums.of(engine_name, num_ranks).ranks_on_node
         results = pool.run(rounds_on_rank, engine_name, case, ranks=num_ranks)
         for number in range(case.num_rounds):
             oracle = Oracle(case, number)
             for rank, result in enumerate(results):
                 oracle.check_received(rank, result[number])
                 what = f"out of rank {rank} of {num_ranks}, round {number}"
-                assert_same_bits(result[number]["out"], oracle.out(rank), what)
+                assert_same_bits(result[number]["out"], oracle.out(rank, on_node), what)
 
 
 def two_objects_on_rank(
@@ -344,16 +352,16 @@ def two_objects_on_rank(
 def test_two_micro_batches_at_a_time(pool: RankPool, engine_name: str) -> None:
     case = LowLatencyCase("two", pool.size, 3, 12, 2)
     results = pool.run(two_objects_on_rank, engine_name, case, ranks=pool.size)
+    on_node = Sums.of(engine_name, pool.size).ranks_on_node or pool.size
     for i, number in enumerate((1, 2, 4, 5)):
         oracle = Oracle(case, number)
         oracle.y = oracle.x
         for rank, outs in enumerate(results):
-            num_parts = torch.tensor(
-                [
-                    sum(t in oracle.tokens[rank][r] for r in range(pool.size))
-                    for t in range(len(outs[i]))
-                ]
-            )
             # Sums start from +0, also where there is none.
-            expected = oracle.x[rank].float() * num_parts.view(-1, 1) + 0.0
+            expected = torch.zeros(outs[i].shape)
+            for first in range(0, pool.size, on_node):
+                tokens = oracle.tokens[rank][first : first + on_node]
+                num_parts = [sum(t in of_rank for of_rank in tokens) for t in range(len(outs[i]))]
+                of_node = oracle.x[rank].float() * torch.tensor(num_parts).view(-1, 1)
+                expected += of_node.to(case.dtype).float()
             assert_same_bits(outs[i], expected.to(case.dtype), f"out of rank {rank}, {number}")

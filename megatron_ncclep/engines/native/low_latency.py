@@ -128,7 +128,7 @@ class NativeLowLatency:
             **arguments,
             counts=self._counts,
             completes=completes,
-            num_ctas=self._num_ctas(self._num_tokens, x.element_size()),
+            num_ctas=self._num_ctas(self._tokens_of_dispatch(), x.element_size()),
             stream=stream,
         )
         self._arguments = {} if completes else arguments
@@ -191,6 +191,11 @@ class NativeLowLatency:
         if memory.problem is not None:
             self._shared.refuse(f"low-latency {phase}", memory.problem)
         return memory.buffers
+
+    def _tokens_of_dispatch(self) -> int:
+        """The number of tokens to size CTAs for: over domains also those of rail peers."""
+        is_whole = self._shared.domains.count == 1
+        return self._num_tokens if is_whole else self._tokens_of_combine()
 
     def _tokens_of_combine(self) -> int:
         """The number of tokens to size CTAs for: only the device knows how many rows were received.
