@@ -74,13 +74,7 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
     const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
     char* to = ll.window_of[rank];
     const std::size_t row = row_at(window, me.rank, place);
-    if (lane < window.top_k) {
-      const bool is_its = expert >= 0 && expert / num_local == rank;
-      const std::size_t assignment = row * window.top_k + lane;
-      reinterpret_cast<std::int32_t*>(to + window.experts())[assignment] =
-          is_its ? expert % num_local : -1;
-      reinterpret_cast<float*>(to + window.weights())[assignment] = is_its ? weight : 0;
-    }
+    store_assignments(window, to, row, rank, num_local, expert, weight);
     auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
     for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
   }

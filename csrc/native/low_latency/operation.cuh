@@ -95,6 +95,20 @@ __device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, i
   return static_cast<std::size_t>(rank) * window.max_tokens + place;
 }
 
+// Writes a row's experts on its rank, numbered as that rank numbers its own, and their weights into
+// the window `to`.  Called by one warp, whose lane k has the k-th assignment: `expert` of `rank` or
+// of another, numbered alike; -1: none.
+__device__ inline void store_assignments(const LowLatencyWindow& window, char* to, std::size_t row,
+                                         int rank, int num_local, int expert, float weight) {
+  const int lane = threadIdx.x % 32;
+  if (lane >= window.top_k) return;
+  const bool is_its = expert >= 0 && expert / num_local == rank;
+  const std::size_t assignment = row * window.top_k + lane;
+  reinterpret_cast<std::int32_t*>(to + window.experts())[assignment] =
+      is_its ? expert % num_local : -1;
+  reinterpret_cast<float*>(to + window.weights())[assignment] = is_its ? weight : 0;
+}
+
 // Fields of `LowLatencyState::sent`: CTAs that have sent, those with a bad routing, and those that
 // found the group failed.
 constexpr unsigned int kSentCta = 1, kSentBad = 1 << 10, kSentFailed = 1 << 20;

@@ -159,13 +159,7 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
           }
         }
         if (i % pieces != 0) continue;
-        if (lane < window.top_k) {
-          const bool is_its = expert >= 0 && expert / num_local == rank;
-          const std::size_t assignment = row * window.top_k + lane;
-          reinterpret_cast<std::int32_t*>(to + window.experts())[assignment] =
-              is_its ? expert % num_local : -1;
-          reinterpret_cast<float*>(to + window.weights())[assignment] = is_its ? weight : 0;
-        }
+        store_assignments(window, to, row, rank, num_local, expert, weight);
         const auto* scales = reinterpret_cast<const uint4*>(token.scales());
         auto* to_scales = reinterpret_cast<uint4*>(to + window.scales() + row * window.scale_bytes);
         for (int s = lane; s < window.scale_bytes / 16; s += 32) to_scales[s] = __ldcg(scales + s);
