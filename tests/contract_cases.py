@@ -36,7 +36,6 @@ LIBRARY_HIDDEN = 64
 # the ranks share few cores with everything else, and a compiler takes its time.
 DEADLINE_S = {"cpu": patient(120.0), "cuda": patient(20.0)}
 COMPILER_DEADLINE_S = patient(60.0)
-MANY = 10**6
 
 
 def deadline_s(engine: str, device: str) -> float:
@@ -52,12 +51,13 @@ def local_ranks() -> int | None:
 
 
 def caps_of(engine_name: str, num_ranks: int | None = None) -> EngineCaps:
-    """The caps of the engine in a group of `num_ranks`, more than a host has by default."""
+    """The caps of the engine in a group of `num_ranks`; None: of more than a host has."""
     caps = ENGINES[engine_name].caps
     most = os.environ.get(LOCAL_RANKS)  # on GPUs, where hosts are NVLink domains
-    if engine_name != "native" or most is None or (num_ranks or MANY) <= int(most):
-        return caps
-    return dataclasses.replace(caps, **OVER_DOMAINS)
+    is_whole = most is None or (num_ranks is not None and num_ranks <= int(most))
+    return (
+        caps if is_whole or engine_name != "native" else dataclasses.replace(caps, **OVER_DOMAINS)
+    )
 
 
 def config_of(case: Case, engine: str = "reference") -> EpConfig:

@@ -34,9 +34,9 @@ std::string problem(const Communicator& communicator) {
                      " or newer, and this is ", nccl.version_text(), ", ", nccl.path());
   }
   if (transport(nccl, communicator.get()) == nullptr) {
-    return "NCCL offers its kernels no network (GIN) along rails: on every host it needs network "
-           "cards "
-           "with GPUDirect RDMA, or a plugin (NCCL_RMA_PLUGIN), and NCCL_GIN_ENABLE other than 0; "
+    return "NCCL offers its kernels no network (GIN) along rails: on every host it needs "
+           "network cards with GPUDirect RDMA, or a plugin (NCCL_RMA_PLUGIN), and NCCL_GIN_ENABLE "
+           "other than 0; "
            "NCCL_DEBUG=INFO says what it found";
   }
   if (num_ranks % lsa_size != 0) {

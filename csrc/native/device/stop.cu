@@ -12,10 +12,10 @@ namespace {
 template <typename R>
 __global__ void refuse_kernel(KernelContext me, Phase phase, const __grid_constant__ R rails) {
   const int rank = threadIdx.x;
-  if (had_failed(me)) return;  // because of a rank that has told the others
+  // Then what another rank says of an operation before must not be overwritten.
+  if (had_failed(me)) return;
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t word = epoch << kStopBits | (me.rank + 1);
-  __syncthreads();
   if (rank == me.rank) {
     report_failure(me, Reason::kRefused, phase, me.rank, epoch);
   } else if (rank < me.control.num_ranks && is_local(me, rank)) {

@@ -15,8 +15,8 @@ void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream,
             const Rails* rails = nullptr);
 
 // Queues a kernel that waits, at most for the deadline and whether or not the group has failed,
-// until nothing is on its way from the rail peers: then their windows and this rank's may close.
-// Collective.
+// until nothing is on its way from or to the rail peers: then their windows and this rank's may
+// close. Collective.
 void settle(const KernelContext& me, std::uintptr_t stream, const Rails& rails);
 
 }  // namespace ncclep::native

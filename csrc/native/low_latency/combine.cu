@@ -19,27 +19,7 @@ namespace {
 // Rows, or sums, that are loaded together.
 constexpr int kAtOnce = 4;
 
-// One lane's vectors of a piece of a row.
-struct Part {
-  uint4 vectors[kLlVectors];
-
-  __device__ void load(const char* row, int offset, int num_bytes) {
-#pragma unroll
-    for (int v = 0; v < kLlVectors; ++v) {
-      const int at = offset + v * kLlStride;
-      if (at < num_bytes) vectors[v] = __ldcg(reinterpret_cast<const uint4*>(row + at));
-    }
-  }
-  __device__ void store(char* row, int offset, int num_bytes) const {
-#pragma unroll
-    for (int v = 0; v < kLlVectors; ++v) {
-      const int at = offset + v * kLlStride;
-      if (at < num_bytes) *reinterpret_cast<uint4*>(row + at) = vectors[v];
-    }
-  }
-};
-
-// The same in fp32.
+// A Part in fp32.
 template <typename T>
 struct Sum {
   static constexpr int kWidth = Vector<T>::kWidth;

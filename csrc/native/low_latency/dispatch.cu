@@ -108,11 +108,11 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
        i += gridDim.x * kLlWarps) {
     const int token = i / pieces, offset = i % pieces * kLlPiece + lane * 16;
     const char* from = job.x + static_cast<std::size_t>(token) * window.row_bytes + offset;
-    uint4 piece[kLlVectors];
+    Part part;
 #pragma unroll
     for (int v = 0; v < kLlVectors; ++v) {
       if (offset + v * kLlStride < window.row_bytes) {
-        piece[v] = __ldg(reinterpret_cast<const uint4*>(from + v * kLlStride));
+        part.vectors[v] = __ldg(reinterpret_cast<const uint4*>(from + v * kLlStride));
       }
     }
     std::uint32_t ranks = places.ranks_of[token];
@@ -120,26 +120,16 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
     const int own_place = lane < window.num_ranks ? places.place(lane, token) : 0;
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
       const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
-      char* to = ll.window_of[rank] + window.rows() +
-                 row_at(window, me.rank, place) * window.row_bytes + offset;
-#pragma unroll
-      for (int v = 0; v < kLlVectors; ++v) {
-        if (offset + v * kLlStride < window.row_bytes) {
-          *reinterpret_cast<uint4*>(to + v * kLlStride) = piece[v];
-        }
-      }
+      char* to =
+          ll.window_of[rank] + window.rows() + row_at(window, me.rank, place) * window.row_bytes;
+      part.store(to, offset, window.row_bytes);
     }
     if constexpr (R::kAreThere) {
       for (std::uint32_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
         const int domain = __ffs(left) - 1;
         char* to = sent_token(me, ll, domain, domains.place(domain, token)) +
-                   window.header_bytes() + window.scale_bytes + offset;
-#pragma unroll
-        for (int v = 0; v < kLlVectors; ++v) {
-          if (offset + v * kLlStride < window.row_bytes) {
-            *reinterpret_cast<uint4*>(to + v * kLlStride) = piece[v];
-          }
-        }
+                   window.header_bytes() + window.scale_bytes;
+        part.store(to, offset, window.row_bytes);
       }
     }
     if (i % pieces == 0) {

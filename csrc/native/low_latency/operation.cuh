@@ -16,6 +16,26 @@ constexpr int kLlVectors = 2, kLlStride = 32 * 16, kLlPiece = kLlVectors * kLlSt
 static_assert(kLlThreads >= kLowLatencyTokens, "a thread for each token");
 static_assert(kLlThreads >= kMaxRanks && kMaxRanks == 32, "a lane for each rank");
 
+// One lane's vectors of a piece of a row.
+struct Part {
+  uint4 vectors[kLlVectors];
+
+  __device__ void load(const char* row, int offset, int num_bytes) {
+#pragma unroll
+    for (int v = 0; v < kLlVectors; ++v) {
+      const int at = offset + v * kLlStride;
+      if (at < num_bytes) vectors[v] = __ldcg(reinterpret_cast<const uint4*>(row + at));
+    }
+  }
+  __device__ void store(char* row, int offset, int num_bytes) const {
+#pragma unroll
+    for (int v = 0; v < kLlVectors; ++v) {
+      const int at = offset + v * kLlStride;
+      if (at < num_bytes) *reinterpret_cast<uint4*>(row + at) = vectors[v];
+    }
+  }
+};
+
 enum class Turn : int { kDispatch, kCombine };
 
 // The word in which `from` tells rank `to` that it has sent.
@@ -53,12 +73,6 @@ __device__ inline Operation begin(const KernelContext& me, const LowLatencyConte
 
 // The window of a low-latency object's rails.
 constexpr RailWindow kLowLatencyWindow = kControlWindow;
-
-// The ranks of this domain, one bit each.
-__device__ inline std::uint32_t ranks_of_domain(const KernelContext& me, int domain) {
-  const int locals = me.control.local_ranks();
-  return ~0u >> (kMaxRanks - locals) << domain * locals;
-}
 
 // The ranks that this rank's tokens go to, and their places there: a token's place is the number of
 // earlier tokens that go to the same rank.

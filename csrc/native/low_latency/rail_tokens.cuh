@@ -137,13 +137,8 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
          i += gridDim.x * kLlWarps) {
       const RailToken token = message.token(i / pieces);
       const int offset = i % pieces * kLlPiece + lane * 16;
-      uint4 piece[kLlVectors];
-#pragma unroll
-      for (int v = 0; v < kLlVectors; ++v) {
-        if (offset + v * kLlStride < window.row_bytes) {
-          piece[v] = __ldcg(reinterpret_cast<const uint4*>(token.row() + offset + v * kLlStride));
-        }
-      }
+      Part part;
+      part.load(token.row(), offset, window.row_bytes);
       const int expert = lane < window.top_k ? token.expert(lane) : -1;
       const float weight = lane < window.top_k ? token.weight(lane) : 0;
       const int own_place = lane < locals ? places.place(lane, i / pieces) : 0;
@@ -151,13 +146,7 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
         const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
         char* to = ll.window_of[local_rank(me, rank)];
         const std::size_t row = row_at(window, source, place);
-#pragma unroll
-        for (int v = 0; v < kLlVectors; ++v) {
-          if (offset + v * kLlStride < window.row_bytes) {
-            *reinterpret_cast<uint4*>(to + window.rows() + row * window.row_bytes + offset +
-                                      v * kLlStride) = piece[v];
-          }
-        }
+        part.store(to + window.rows() + row * window.row_bytes, offset, window.row_bytes);
         if (i % pieces != 0) continue;
         store_assignments(window, to, row, rank, num_local, expert, weight);
         const auto* scales = reinterpret_cast<const uint4*>(token.scales());

@@ -118,9 +118,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
                       int end_phase, std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
   // The other ranks of this domain.
-  const std::uint32_t locals = ~0u >> (kMaxRanks - layout.local_ranks());
-  const std::uint32_t others =
-      locals << layout.domain_of(me.rank) * layout.local_ranks() & ~(1u << me.rank);
+  const std::uint32_t others = ranks_of_domain(me, layout.domain_of(me.rank)) & ~(1u << me.rank);
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {

@@ -146,8 +146,9 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         by_source = torch.stack([part.sum(dim=1) for part in received.split(tokens_of, dim=1)])
         numbers = by_source.tolist()  # [source rank][local expert]
         row_assignment = self._rows_from_sources(numbers)
-        order = self._tokens_in_block(tokens_of)
-        received, pair = received[:, order], pair[order]
+        if self.caps.slot_order != BY_RANK:
+            order = self._tokens_in_block(tokens_of)
+            received, pair = received[:, order], pair[order]
         limit = self.rows_limit(num_tokens, top_k)
         kept = received
         if limit is not None:
@@ -303,7 +304,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         )
 
     def _tokens_in_block(self, tokens_of: list[int]) -> torch.Tensor:
-        """All ranks' tokens in the order of a block."""
+        """All ranks' tokens in the order of a block, where that order is not by rank."""
         of_ranks = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
         return torch.cat([of_ranks[rank] for rank in self._sources])
 

@@ -41,9 +41,8 @@ struct Object {
       : number(number), numbers(Numbers::of_any_dtype()), states(sizes.ranks), ranks(sizes.ranks) {
     const int row_bytes = 16 * one_of({1, 3, 65, 129});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
-    const int scale_bytes = 0;
     window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes,
-              scale_bytes, sum_bytes,        sizes.domains};
+              0,           sum_bytes,        sizes.domains};
     for (LowLatencyState& state : states) {
       windows.emplace_back(window.num_bytes(), 0);
       std::memset(static_cast<void*>(&state), 0, sizeof(LowLatencyState));
