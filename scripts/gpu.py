@@ -86,6 +86,8 @@ GRAPHS = "tests/gpu/test_graphs.py tests/gpu/test_gpu_static_mode.py"
 ENGINE = f"{GRAPHS} tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_streams.py " + (
     "tests/gpu/test_gpu_route_plan.py tests/gpu/test_gpu_metrics.py"
 )
+LOW_LATENCY = "tests/gpu/test_gpu_low_latency.py"
+FAULTS = "tests/faults/test_host.py tests/faults/test_device.py"
 STEPS = " ".join(f"tests/contract/test_{step}.py" for step in ("dispatch", "combine", "autograd"))
 PARTS: dict[str, list[Step]] = {
     "contract": [
@@ -104,8 +106,8 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (8,), f"{RANDOM} 100", hosts=4),
     ],
     "engine": [
-        Step("native", (4,), f"{ENGINE} tests/gpu/test_gpu_low_latency.py"),
-        Step("native", (8,), f"{GRAPHS} tests/gpu/test_gpu_low_latency.py"),
+        Step("native", (4,), f"{ENGINE} {LOW_LATENCY}"),
+        Step("native", (8,), f"{GRAPHS} {LOW_LATENCY}"),
         Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
         Step("hierarchical", (8,), GRAPHS, hosts=2),
         Step("hierarchical", (8,), GRAPHS, hosts=4),
@@ -122,6 +124,13 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (4,), "tests/contract", hosts=2, network="loop"),
         Step("native", (4,), "tests/contract", hosts=4, network="loop"),
         Step("native", (8,), "tests/contract", hosts=2, network="loop"),
+        Step("native", (4,), f"{RANDOM} 1000", hosts=2, network="loop"),
+        Step("native", (8,), f"{RANDOM} 200", hosts=2, network="loop"),
+        Step("native", (4,), f"{ENGINE} {LOW_LATENCY}", hosts=2, network="loop"),
+        Step("native", (8,), f"{GRAPHS} {LOW_LATENCY}", hosts=4, network="loop"),
+        Step("native", (4,), FAULTS, hosts=2, network="loop", mps=False),
+        Step("native", (2,), "tests/gpu/test_gpu_inference.py", hosts=2, network="loop"),
+        Step("native", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2, network="loop"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),

@@ -308,8 +308,7 @@ def create_low_latency(
     """
     if not engine.caps.low_latency_tokens:
         raise EngineUnavailableError(
-            f"engine {engine.caps.name!r} has no low-latency mode for these ranks: use the engine "
-            "native for ranks in one NVLink domain, or reference on a CPU"
+            f"engine {engine.caps.name!r} has no low-latency mode: use native, or reference on a CPU"
         )
     sizes = LowLatencySizes(max_tokens, hidden, top_k, dtype, payload or dtype, num_scales)
     maker = cast(_HasLowLatency, engine)

@@ -46,7 +46,7 @@ CAPS = EngineCaps(
     low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
 )
 # What differs for ranks in several NVLink domains.
-OVER_DOMAINS: dict[str, Any] = {"reduction": NODE_SUMS_ROUNDED, "low_latency_tokens": 0}
+OVER_DOMAINS: dict[str, Any] = {"reduction": NODE_SUMS_ROUNDED}
 
 
 class NativeEngine(HostProtocol):
