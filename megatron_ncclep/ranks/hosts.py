@@ -12,6 +12,7 @@ import hashlib
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,15 @@ from megatron_ncclep.ranks.exchange import DYING_S, HostLink
 from megatron_ncclep.ranks.torch_group import TorchGroup, bytes_of
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
-# Phase, call, whether there is a problem, payload; length and hash of the values' text.  The same
-# size for every call, so that ranks in different calls can still read each other's messages.
+# Phase, call, state, payload; length and hash of the values' text.  The same size for every call,
+# so that ranks in different calls can still read each other's messages.
 HASH_BYTES = 8
 MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
 TEXT_BYTES = 1024
+# Bits of a rank's state in a call: it has a problem with it; it has refused an earlier one.
+HAS_PROBLEM, HAS_REFUSED = 1, 2
+# Calls in which ranks that have refused one take part.
+FRESH_PHASES = ("open", "close")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Hosts(TorchGroup):
         self._num_calls = 0
         self._is_used = False  # whether any call but opening and closing was made
         self._since = 0  # refusals of earlier calls do not affect the current one
+        self._own_refusal = ""
         self._waited_ns = 0  # for other ranks, in `exchange`
         self._link = HostLink(self.rank, self.size)
 
@@ -84,10 +90,12 @@ class Hosts(TorchGroup):
         engine has to notify ranks that wait on the device, which then ask `refusal`.
         """
         self.enter()
+        self._own_refusal = reason
         self._link.refuse(reason)
 
     def forget_refusal(self) -> None:
         """Withdraw a refusal when the engine that it ended is created again.  Not collective."""
+        self._own_refusal = ""
         self._link.refuse("")
 
     def refusal(self, rank: int) -> str:
@@ -131,30 +139,63 @@ class Hosts(TorchGroup):
         Raises:
             InputError: on every rank, when values differ or (unless `error` says otherwise) when
                 any rank has a problem.
+            RefusedError: a rank has refused a call, and will not come.
             PeerError: a rank did not come in time, died, or is in a different call.
         """
         # A rank that has refused a call still takes part in closing engines and opening new ones.
-        call = self.enter(skips_exchange=False, is_fresh=phase in ("open", "close"))
+        is_fresh = phase in FRESH_PHASES
+        call = self.enter(skips_exchange=False, is_fresh=is_fresh)
         head = (PHASES.index(phase), call)
+        state = HAS_PROBLEM * (problem is not None) | HAS_REFUSED * bool(self._own_refusal)
         text = repr(values).encode()  # takes a third of JSON's time
         text_hash = hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
-        mine = MESSAGE.pack(*head, problem is not None, payload, len(text), text_hash)
+        mine = MESSAGE.pack(*head, state, payload, len(text), text_hash)
         everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
-        if problem is None and everything == mine * self.size:  # the usual case: nothing more to do
+        if state == 0 and everything == mine * self.size:  # the usual case: nothing more to do
             return Agreement(call, [payload] * self.size)
         theirs = list(MESSAGE.iter_unpack(everything))
 
-        if any(row[:2] != head for row in theirs):
-            where = [
-                f"rank {r} is in {PHASES[row[0]]}, call {row[1]}" for r, row in enumerate(theirs)
-            ]
-            raise PeerError(different_calls("; ".join(where)))
-        if any(row[2] for row in theirs):
+        while any(row[:2] != head for row in theirs):
+            if not any(row[2] & HAS_REFUSED for row in theirs):
+                raise PeerError(different_calls(_where(theirs)))
+            if is_fresh and {row[0] for row in theirs} == {head[0]}:
+                # Some ranks queued further calls before they heard of the refusal.
+                self._num_calls = call = max(row[1] for row in theirs)
+                break
+            self._tell_of_refusal(theirs, is_fresh, phase, timeout_s)
+            everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
+            theirs = list(MESSAGE.iter_unpack(everything))
+        if any(row[2] & HAS_PROBLEM for row in theirs):
             raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
         if len({row[4:] for row in theirs}) > 1:
             most_bytes = max(row[4] for row in theirs)
             raise InputError(self._what_differs(text, most_bytes, phase, timeout_s))
         return Agreement(call, [row[3] for row in theirs])
+
+    def _tell_of_refusal(
+        self, theirs: list[tuple[Any, ...]], is_fresh: bool, phase: str, timeout_s: float
+    ) -> None:
+        """Meet ranks that have refused a call while others are in it.  Collective.
+
+        Without shared memory, ranks learn of a refusal only here, when who has refused is in its
+        next open or close.
+
+        Args:
+            theirs: every rank's message.
+            is_fresh: this rank is in an open or close too, and will exchange its message again.
+
+        Raises:
+            RefusedError: on ranks that are in another call; the same text on all.
+            PeerError: ranks are in different calls for another reason.
+        """
+        what = f"{phase}, exchanging why a call was refused"
+        texts = self.exchange_padded(
+            self._own_refusal.encode()[:TEXT_BYTES], TEXT_BYTES, what, timeout_s
+        )
+        if not is_fresh:
+            raise RefusedError(next(text for text in texts if text).decode(errors="ignore"))
+        if all(PHASES[row[0]] in FRESH_PHASES for row in theirs):
+            raise PeerError(different_calls(_where(theirs)))
 
     def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:
         """Exchange the values' texts; list all ranks' values of the first one that differs.
@@ -248,6 +289,11 @@ class Hosts(TorchGroup):
         if self.size > 1 and len(set(texts)) == 1:
             return texts[0]
         return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
+
+
+def _where(messages: list[tuple[Any, ...]]) -> str:
+    """Which rank is in which call; `messages`: of all ranks."""
+    return "; ".join(f"rank {r} is in {PHASES[m[0]]}, call {m[1]}" for r, m in enumerate(messages))
 
 
 def different_calls(where: str) -> str:

@@ -6,10 +6,12 @@ from contextlib import closing
 
 import pytest
 import torch.distributed as dist
+from patience import patient
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
+from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
+from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_ranks(2)
@@ -84,3 +86,40 @@ def test_ranks_in_different_calls_are_told(pool: RankPool, engine_name: str) -> 
     for text in pool.run(diverge_on_rank, engine_name, ranks=2):
         assert "rank 0 is in combine" in text
         assert "rank 1 is in dispatch" in text
+
+
+def refuse_on_rank(ctx: RankContext, shares_memory: bool, num_more: int) -> tuple[str, int]:
+    """Rank 1 refuses a call on which the others want to agree, `num_more` calls after it."""
+    process_group = dist.new_group(list(range(ctx.num_ranks)))
+    group, deadline_s, refusal = EpGroup.of(process_group), patient(20.0), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+        group.agree("open", {}, None, deadline_s)
+    if ctx.rank == 1:
+        group.refuse("dispatch: rank 1: x is wrong")
+    else:
+        for _ in range(num_more):
+            group.enter()
+        with pytest.raises(RefusedError) as caught:
+            group.agree("dispatch", {}, None, deadline_s)
+        refusal = str(caught.value)
+    call = group.agree("close", {}, None, deadline_s).call
+    group.forget_refusal()
+    assert group.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
+    group.close()
+    dist.destroy_process_group(process_group)
+    return refusal, call
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("shares_memory", "num_more"), [(True, 0), (False, 0), (False, 3)])
+def test_a_refusal_reaches_ranks_that_want_to_agree(
+    pool: RankPool, shares_memory: bool, num_more: int
+) -> None:
+    """Over torch they hear of it when the rank closes its engine, and once were left without a word
+    of it, in different calls.
+    """
+    first, second, *others = pool.run(refuse_on_rank, shares_memory, num_more)
+    assert second == ("", 3 + num_more)
+    for refusal, call in (first, *others):
+        assert (refusal, call) == ("dispatch: rank 1: x is wrong", 3 + num_more)

@@ -106,8 +106,9 @@ class HostProtocol(EngineBase[NativePlan]):
             fits
             and self._is_static
             and not self.config.check_calls
-            # Where batch sizes vary, this one may be the first that is too large for the windows.
-            and self._shared.plans_to_meet == 0
+            # Where batch sizes vary, this one may be the first that is too large for the windows;
+            # while a graph is captured they cannot grow, and hosts need not meet.
+            and (self._shared.plans_to_meet == 0 or torch.cuda.is_current_stream_capturing())
         )
         if is_known:
             return self._known_plan(topk_idx, problem)
