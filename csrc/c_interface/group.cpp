@@ -99,8 +99,9 @@ ncclepResult_t ncclepGroupBegin(ncclepGroup_t group, double timeout_s, const ncc
                                 int* fits) {
   return guarded([&] {
     native::Group& begun = group_at(group);
-    if (const auto failure = begun.failure()) throw ncclep::PeerError(text_of(*failure));
-    begun.set_timeout(timeout_s);
+    const auto failure = begun.failure();
+    begun.set_timeout(timeout_s);  // even then, for the end of the group
+    if (failure) throw ncclep::PeerError(text_of(*failure));
     if (shape == nullptr) return;
     const ncclepShape_t given = read(shape, "ncclepShape_t");
     out(fits, "fits") = begun.fits(given.num_tokens, given.top_k, given.row_bytes);

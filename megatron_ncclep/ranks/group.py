@@ -98,8 +98,9 @@ class EpGroup(Hosts):
         """Return the group's object called `name`, made by `make` if there is none yet.
 
         It belongs to the group: all engines and layers of the group share it, and its `close` is
-        called when all of them have released it.  If it has a method `check`, `EpGroup.check` calls
-        it.  As collective as `make` is.
+        called when all of them have released it, or `abort`, if it has that, when the group closes
+        without the other ranks.  If it has a method `check`, `EpGroup.check` calls it.  As
+        collective as `make` is.
         """
         if name not in self._shared:
             self._shared[name] = _Shared(make())
@@ -176,7 +177,7 @@ class EpGroup(Hosts):
             name, shared = self._shared.popitem()
             try:
                 if self._left_alone and hasattr(shared.thing, "abort"):
-                    shared.thing.abort()  # a communicator, which must not wait for the other ranks
+                    shared.thing.abort()  # which does not wait for the other ranks
                 else:
                     shared.thing.close()
             except Exception as error:  # the rest must still be freed

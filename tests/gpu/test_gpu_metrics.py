@@ -53,7 +53,7 @@ def steps_on_rank(
         step: Any = layer.step
         if replays:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 layer.step()
             step = graph.replay
         dist.barrier()

@@ -61,7 +61,7 @@ class ThreadGroup(EpGroup):
         self.is_warmup, self.is_closed = False, False
         self._logged: set[str] = set()
         self._ranks_per_node = [self.size]
-        self._shared, self._num_calls = {}, 0
+        self._shared, self._num_calls, self._own_refusal = {}, 0, ""
         self._is_first_step, self._is_used, self._whole = True, False, None
         self._link = HostLink(rank, len(messages))
         self.exchanged: list[str] = []  # what was agreed on

@@ -214,3 +214,10 @@ def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FakeGroup) -> Non
     native.is_over = True
     with pytest.raises(PeerError, match="rank 2 did not come in dispatch"):
         plan.tokens_per_expert_on_host()
+
+
+def test_a_group_that_closes_alone_waits_for_nobody(native: FakeGroup) -> None:
+    """Ranks of other NVLink domains were waited for, for the deadline of the last call."""
+    group_of(native).abort()
+    assert native.names == ["close"]
+    assert native.timeout_s <= 0.01

@@ -43,8 +43,8 @@ constexpr int kMaxRanks = 16, kSlots = 64;
 constexpr std::size_t kSlotBytes = 64 << 10;
 constexpr u64 kConnectNs = 60'000'000'000;
 
-Link link_;        // of this process
-std::mutex mutex;  // of all state
+Link link_;  // of this process
+std::mutex link_mutex;
 using Lock = std::lock_guard<std::mutex>;
 
 // --- what ranks share ----------------------------------------------------------------------------
@@ -112,6 +112,7 @@ struct Group {
   std::vector<std::deque<Request*>> waiting;  // by target
   std::map<void*, std::unique_ptr<Request>> requests;
   bool is_refused = false;
+  std::mutex mutex;  // of all this
   std::unique_ptr<Driver> driver;
   void *context = nullptr, *stream = nullptr;
 
@@ -165,6 +166,11 @@ struct Group {
     memcpy(data, at, size);
     return true;
   }
+  // When what begins at `start` has passed one end of this process's link.
+  static u64 pass(u64& free_ns, u64 start, std::size_t size) {
+    const Lock lock(link_mutex);
+    return link_.pass(free_ns, start, size);
+  }
   bool wait() { return !driver || driver->wait(stream) == 0; }
 
   // Null unless memory is registered there.
@@ -214,7 +220,7 @@ struct Group {
       const Slot& slot = ring.slots[tail % kSlots];
       if (arrival == 0) {
         const u64 start = slot.arrives_ns - link_.duration_ns(slot.num_bytes);
-        arrival = link_.pass(link_.in_free_ns, start, slot.num_bytes);
+        arrival = pass(link_.in_free_ns, start, slot.num_bytes);
       }
       if (now_ns() < arrival) break;
       if (!deliver(ring, slot)) return false;
@@ -240,7 +246,7 @@ struct Group {
       if (slot.num_bytes > 0) {
         if (!from || !from_memory(*from, offset, slot.data, slot.num_bytes)) return false;
       }
-      slot.arrives_ns = link_.pass(link_.out_free_ns, now_ns(), slot.num_bytes);
+      slot.arrives_ns = pass(link_.out_free_ns, now_ns(), slot.num_bytes);
       slot.arrives_ns += static_cast<u64>(link_.latency_us * 1e3);
       if (link_.is(kDelay, request.number)) slot.arrives_ns += link_.delay_ms * 1'000'000;
       request.sent += slot.num_bytes;
@@ -261,7 +267,7 @@ int id_of(void* region) { return region ? static_cast<Region*>(region)->id : -1;
 
 Result init(void** instance, u64, void*) {
   *instance = &link_;  // anything but null
-  const Lock lock(mutex);
+  const Lock lock(link_mutex);
   return read_environment(link_) ? kSuccess : kInvalidUsage;
 }
 Result finalize(void*) { return kSuccess; }
@@ -328,7 +334,6 @@ Result connect(void*, void* handles[], int num_ranks, int rank, void* listener, 
 }
 
 Result close_group(void* group) {
-  const Lock lock(mutex);
   delete &group_of(group);
   return kSuccess;
 }
@@ -340,8 +345,8 @@ Result create_context(void* group, void*, void** context) {
 Result destroy_context(void*) { return kSuccess; }
 
 Result add_region(void* to, void* data, std::size_t size, int type, u64 flags, void** made) {
-  const Lock lock(mutex);
   Group& group = group_of(to);
+  const Lock lock(group.mutex);
   if (type == kCuda && !group.use_gpu()) return kCudaError;
   const int id = static_cast<int>(group.regions.size());
   const bool is_never_reset = (flags & kNeverReset) != 0;
@@ -353,7 +358,7 @@ Result add_region(void* to, void* data, std::size_t size, int type, u64 flags, v
 Result add_dmabuf(void*, void*, std::size_t, int, u64, int, u64, void**) { return kInvalidUsage; }
 
 Result remove_region(void* from, void* region) {
-  const Lock lock(mutex);
+  const Lock lock(group_of(from).mutex);
   group_of(from).regions[id_of(region)]->size = 0;  // its place in the order stays
   return kSuccess;
 }
@@ -361,8 +366,8 @@ Result remove_region(void* from, void* region) {
 Result put_signal(void* context, int, u64 from_offset, void* from, std::size_t size, u64 to_offset,
                   void* to, u32 rank, u64 signal_offset, void* signals, u64 value, u32 op, bool,
                   void** made) {
-  const Lock lock(mutex);
   Group& group = group_of(context);
+  const Lock lock(group.mutex);
   const u64 number = ++rma_loop_counters[kPuts];
   if (size > 0 && !group.find(id_of(from), from_offset, size)) return kInvalidUsage;
   if (link_.has_begun(kError, number)) return kSystemError;
@@ -393,8 +398,8 @@ Result flush(void*, int, void*, u32, void** request) {
 }
 
 Result test(void* of, void* tested, int* is_done) {
-  const Lock lock(mutex);
   Group& group = group_of(of);
+  const Lock lock(group.mutex);
   const auto& request = *static_cast<Request*>(tested);
   const Ring& ring = *group.out[request.target];
   if (ring.is_refused) return kRemoteError;
@@ -405,8 +410,8 @@ Result test(void* of, void* tested, int* is_done) {
 }
 
 Result progress(void* context) {
-  const Lock lock(mutex);
   Group& group = group_of(context);
+  const Lock lock(group.mutex);
   if (link_.has_begun(kSilent, rma_loop_counters[kPuts])) return kSuccess;
   const Within ours(group.driver.get(), group.context);
   if (!ours) return kCudaError;

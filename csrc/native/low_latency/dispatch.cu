@@ -140,6 +140,7 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
 }
 
 // Waits for all ranks' rows.  Called by one CTA.
+template <typename R>
 __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
   __shared__ int counts[kMaxRanks];
@@ -147,12 +148,22 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   const int rank = threadIdx.x;
   if (rank < kMaxRanks) {
     std::uint32_t word = 0;
-    if (rank < window.num_ranks && !has_failed) {
+    const auto wait = [&] {
+      if (rank >= window.num_ranks || has_failed) return;
       const std::int64_t value =
           wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
                                           sent_word(ll, me.rank, Turn::kDispatch, rank), number);
       has_failed = value < 0;
       if (!has_failed) word = static_cast<std::uint32_t>(value);
+    };
+    if constexpr (R::kAreThere) {
+      // First those of this domain: who is missing here has not sent its rail peers' words on
+      // either, and is the one to name.
+      if (is_local(me, rank)) wait();
+      has_failed = __any_sync(~0u, has_failed);
+      if (!is_local(me, rank)) wait();
+    } else {
+      wait();
     }
     const std::uint32_t bad = __ballot_sync(~0u, (word & kBadRouting) != 0);
     if (rank == 0 && bad != 0) me.mailbox->bad_low_latency |= bad;
@@ -189,7 +200,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
       if (passed == 0) return;
       has_failed = passed >= kSentFailed;
     }
-    receive(me, ll, job, now.number, has_failed);
+    receive<R>(me, ll, job, now.number, has_failed);
     return;
   }
   // The last CTA counts it up when all CTAs have read it.
@@ -226,9 +237,9 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     if (!job.completes) return;
     const unsigned int passed =
         pass_tokens_on(me, rails, ll, places, tokens_put, now.number, has_failed);
-    if (passed != 0) receive(me, ll, job, now.number, passed >= kSentFailed);
+    if (passed != 0) receive<R>(me, ll, job, now.number, passed >= kSentFailed);
   } else if (job.completes) {
-    receive(me, ll, job, now.number, sent >= kSentFailed);
+    receive<R>(me, ll, job, now.number, sent >= kSentFailed);
   }
 }
 

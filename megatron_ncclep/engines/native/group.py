@@ -26,6 +26,8 @@ BAD_ROUTING = "the routing of an earlier plan was bad"
 # After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
 # more static plans.
 EVEN_PLANS = 100
+# The deadline of a rank that closes its windows alone, in seconds.
+ALONE_S = 1e-3
 # Values besides the phase that must be equal on all ranks, in the order in which differences are
 # reported.
 VALUES = (
@@ -247,6 +249,15 @@ class NativeGroup:
         if self._refusal is not None:  # so that a new engine can start
             self.group.forget_refusal()
         self.native.close()
+
+    def abort(self) -> None:
+        """Free the windows without the other ranks.  Not collective."""
+        self.leave()
+        self.close()
+
+    def leave(self) -> None:
+        """Make closing wait for no other rank, which several NVLink domains' ranks otherwise do."""
+        self.native.begin(ALONE_S, 0, 0, 0)
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:

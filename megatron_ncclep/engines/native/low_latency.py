@@ -185,6 +185,11 @@ class NativeLowLatency:
         self._native.close()
         self._group.release("communicator", self._group.deadline_s(self._config))
 
+    def abort(self) -> None:
+        """Free the windows without the other ranks.  Not collective."""
+        self._shared.leave()
+        self.close()
+
     def _allocated(self, phase: str, allocate: Callable[[], _Result]) -> _Result:
         """The result of `allocate`; if memory runs out, the call is refused for all ranks."""
         memory = try_allocate(f"a low-latency {phase}", allocate)
