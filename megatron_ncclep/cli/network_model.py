@@ -10,6 +10,61 @@ from typing import Any
 from megatron_ncclep.benchmark.table import align, wrapped
 from megatron_ncclep.errors import InputError
 
+# `native` puts the rows of a dispatch or a combine in at most so many messages, its phases.
+MOST_PHASES = 9
+CHUNK = 128  # tokens that its kernels take together
+
+
+@dataclass(frozen=True)
+class Puts:
+    """What `native` puts to one rail peer in one operation (docs/network.md).
+
+    Attributes:
+        messages: with or without bytes.
+        num_bytes: of all of them; a mean where it is computed for a mean routing.
+    """
+
+    messages: int
+    num_bytes: float
+
+    @classmethod
+    def of_plan(
+        cls,
+        ranks_on_each: int,
+        experts_on_rank: int,
+        num_tokens: int,
+        node_tokens: float,
+        pairs: float,
+        assignments: float,
+    ) -> Puts:
+        """Of a plan in exact mode.
+
+        Args:
+            ranks_on_each, experts_on_rank: L and E / R.
+            num_tokens: of the rank with the most.
+            node_tokens: this rank's tokens with assignments in the peer's domain.
+            pairs, assignments: those of (token, rank) and of (token, expert) there.
+        """
+        counts = 8 * (ranks_on_each * (experts_on_rank + 1) + 1)
+        chunks = 4 * ranks_on_each * (-(-num_tokens // CHUNK) + 1)
+        routes = 8 * assignments + 8 * pairs + chunks + 4 * node_tokens
+        return cls(2 + 3 * ranks_on_each, counts + routes)
+
+    @classmethod
+    def of_rows(
+        cls, node_tokens: float, row_bytes: int, phases: int = MOST_PHASES, weights: float = 0
+    ) -> Puts:
+        """Of a dispatch or a combine.
+
+        Args:
+            node_tokens: rows: in dispatch this rank's for the peer, in combine the peer's.
+            row_bytes: of a row.
+            phases: messages with rows.
+            weights: numbers that go with them: T * K in dispatch, node_tokens * K in combine, or 0.
+        """
+        messages = 1 + phases * (2 if weights else 1)
+        return cls(messages, 8 + node_tokens * row_bytes + 4 * weights)
+
 
 @dataclass(frozen=True)
 class NetworkModel:
@@ -78,6 +133,18 @@ class NetworkModel:
         rows = self.num_tokens * nodes * (self.ranks_on_each - 1)
         return rows * self._needed(nodes * self.ranks_on_each) * self.row_bytes
 
+    def puts(self, nodes: int) -> list[Puts]:
+        """What `native` puts to each rail peer in plan, dispatch and combine, with weights."""
+        tokens, ranks = self.num_tokens, nodes * self.ranks_on_each
+        crossing = tokens * self._needed(nodes)
+        pairs = tokens * self.ranks_on_each * self._needed(ranks)
+        sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
+        return [
+            Puts.of_plan(*sizes, crossing, pairs, tokens * self.top_k / nodes),
+            Puts.of_rows(crossing, self.row_bytes, weights=tokens * self.top_k),
+            Puts.of_rows(crossing, self.row_bytes, weights=crossing * self.top_k),
+        ]
+
     def seconds(self, nodes: int) -> float:
         """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
         crossing = self.crossing_bytes(nodes) / (1e9 * self.nic_gb_s)
@@ -93,6 +160,7 @@ def names() -> list[str]:
 def render(model: NetworkModel) -> str:
     """The model's values for 2 to 64 nodes, as far as there are experts for them, as text."""
     rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
+    puts = [["nodes", "rail peers", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB"]]
     for nodes in (2, 4, 8, 16, 32, 64):
         if model.num_experts % (nodes * model.ranks_on_each):
             continue
@@ -106,6 +174,11 @@ def render(model: NetworkModel) -> str:
         )
         ranks, ms = str(nodes * model.ranks_on_each), f"{1e3 * model.seconds(nodes):.2f}"
         rows.append([str(nodes), ranks, *crossing, *inside, ms, *flat])
+        cells = [
+            (str(put.messages), f"{put.num_bytes / unit:.1f}")
+            for put, unit in zip(model.puts(nodes), (1e3, 1e6, 1e6), strict=True)
+        ]
+        puts.append([str(nodes), str(nodes - 1), *(cell for pair in cells for cell in pair)])
     head = (
         f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens per "
         f"rank, rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} equally "
@@ -114,4 +187,9 @@ def render(model: NetworkModel) -> str:
         "to 4, by size). Bytes are those that a rank sends; flat is an all-to-all with a row for "
         "each assignment, counting only the traffic between nodes."
     )
-    return "\n".join([wrapped(head), "", *align(rows)])
+    network = (
+        "Messages and bytes that a rank puts to each rail peer with the engine 'native' over GIN, "
+        "which takes at most 32 ranks: an exact plan, and dispatch and combine with weights, in "
+        f"{MOST_PHASES} phases, the most."
+    )
+    return "\n".join([wrapped(head), "", *align(rows), "", wrapped(network), "", *align(puts)])

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
-from loop import counters
+import torch.distributed as dist
+from loop import counters, set_fault
 from on_ranks import gathered
 
+from megatron_ncclep.cli.network_model import Puts
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
@@ -98,3 +102,105 @@ def test_a_put_that_does_not_come_is_named_in_time(
     assert len(missed) == (len(peers) if fault == "stop" else 1)
     for rank in missed:
         assert f"rank {rank} of {ctx.num_ranks}: put number 3 of rank 0" in texts[rank]
+
+
+def counted(ctx: RankContext, call: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
+    """The result of a call, and what this rank put in it: messages and bytes."""
+    gathered(ctx, None)
+    before = counters(PLUGIN)
+    result = call()
+    torch.cuda.synchronize()
+    gathered(ctx, None)  # all ranks have what was put to them
+    after = counters(PLUGIN)
+    return result, (after["puts"] - before["puts"], after["bytes"] - before["bytes"])
+
+
+def routing(rank: int, num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
+
+
+def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int) -> None:
+    num_tokens, top_k, hidden, on_rank = 1000, 3, 64, 4
+    R, L = ctx.num_ranks, ctx.num_ranks // hosts
+    routings = [routing(rank, num_tokens, on_rank * R, top_k) for rank in range(R)]
+    phases = extension.load().num_phases_of(num_tokens, 2 * hidden)
+
+    def ranks_of(source: int, peer: int) -> torch.Tensor:
+        """The ranks of `source`'s assignments in the domain of `peer`; -1 for the others."""
+        ranks = routings[source] // on_rank
+        return torch.where(ranks // L == peer // L, ranks, -1)
+
+    expected = torch.zeros(4, 2, dtype=torch.int64)
+    for peer in range(ctx.rank % L, R, L):
+        if peer == ctx.rank:
+            continue
+        mine, theirs = (
+            int((ranks_of(a, b) >= 0).any(dim=1).sum())
+            for a, b in ((ctx.rank, peer), (peer, ctx.rank))
+        )
+        ranks = ranks_of(ctx.rank, peer)
+        pairs = sum(len(set(row) - {-1}) for row in ranks.tolist())
+        puts = [
+            Puts.of_plan(L, on_rank, num_tokens, mine, pairs, int((ranks >= 0).sum())),
+            Puts.of_rows(mine, 2 * hidden, phases, num_tokens * top_k),
+            Puts.of_rows(theirs, 2 * hidden, phases),
+            Puts.of_rows(theirs, 2 * hidden, phases, theirs * top_k),
+        ]
+        expected += torch.tensor([[p.messages, int(p.num_bytes)] for p in puts])
+
+    x = torch.ones(num_tokens, hidden, dtype=torch.bfloat16, device=ctx.device)
+    topk_idx = routings[ctx.rank].to(ctx.device)
+    w = torch.ones(num_tokens, top_k, device=ctx.device)
+    config = EpConfig(engine="native", timeout_s=START_S)
+    with closing(create_engine(ctx.group, on_rank * R, config)) as engine:
+        engine.dispatch(engine.plan(topk_idx), x)  # makes windows
+        plan, of_plan = counted(ctx, lambda: engine.plan(topk_idx))
+        (rows, row_w), of_dispatch = counted(ctx, lambda: engine.dispatch(plan, x, w))
+        _, of_combine = counted(ctx, lambda: engine.combine(plan, rows))
+        _, of_values = counted(ctx, lambda: engine.combine(plan, rows, row_w))
+    assert [of_plan, of_dispatch, of_combine, of_values] == [tuple(e) for e in expected.tolist()]
+
+
+@pytest.mark.parametrize("fault", ["drop", "stop", "silent", "error", "delay"])
+def test_a_fault_in_a_dispatch_leaves_nan_or_the_right_rows(
+    ctx: RankContext, hosts: int, fault: str
+) -> None:
+    """The first rows that rank 0 puts: no rank hangs, and who misses something says so in time."""
+    process_group = dist.new_group(list(range(ctx.num_ranks)))
+    group = EpGroup.of(process_group)
+    num_tokens, num_experts = 200, 4 * ctx.num_ranks
+    x = torch.rand(num_tokens, 64, generator=torch.Generator().manual_seed(ctx.rank))
+    x, topk_idx = x.to(ctx.device), routing(ctx.rank, num_tokens, num_experts, 3).to(ctx.device)
+    config = EpConfig(engine="native", timeout_s=DEADLINE_S, first_timeout_s=START_S)
+    engine = create_engine(process_group, num_experts, config)
+    expected, _ = engine.dispatch(engine.plan(topk_idx), x)
+    plan = engine.plan(topk_idx)
+    group.check()  # from here on the deadline is the short one
+    gathered(ctx, None)
+    if ctx.rank == 0:
+        number = counters(PLUGIN)["puts"] + hosts  # its entry, to each rail peer, comes before
+        set_fault(f"{fault}:{number}:200" if fault == "delay" else f"{fault}:{number}")
+    start, text = time.monotonic(), ""
+    rows, _ = engine.dispatch(plan, x)
+    try:
+        group.check()
+    except PeerError as error:
+        text = str(error)
+    assert time.monotonic() - start < START_S / 2
+    is_right = (rows == expected).all(dim=1)
+    assert bool((is_right | rows.isnan().all(dim=1)).all())
+    assert text or bool(is_right.all())
+    texts = gathered(ctx, text)
+    set_fault("")
+    group.close(alone=True)
+    torch.cuda.synchronize()
+    gathered(ctx, None)
+    dist.destroy_process_group(process_group)
+    if fault == "delay":
+        assert texts == [""] * ctx.num_ranks
+        return
+    assert any(texts[ctx.num_ranks // hosts :])  # a domain that has not got rank 0's rows
+    for rank, text in enumerate(texts):
+        assert not text or f"rank {rank} of {ctx.num_ranks}: rank " in text, text
+        assert not text or "did not come in dispatch, operation 2 " in text, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 from pathlib import Path
 
@@ -30,3 +31,11 @@ def counters(plugin: Path | str) -> dict[str, int]:
     """What this process has put and received so far, by the names in `COUNTERS`."""
     values = (ctypes.c_uint64 * len(COUNTERS)).in_dll(ctypes.CDLL(str(plugin)), "rma_loop_counters")
     return dict(zip(COUNTERS, values, strict=True))
+
+
+def set_fault(fault: str) -> None:
+    """Let this process's links have the fault, and no other; see RMA_LOOP_FAULT in link.h."""
+    os.environ.pop("RMA_LOOP_FAULT", None)
+    os.environ |= {"RMA_LOOP_FAULT": fault} if fault else {}
+    if ctypes.CDLL(os.environ["NCCL_RMA_PLUGIN"]).rma_loop_read_environment() != 0:
+        raise ValueError(f"RMA_LOOP_FAULT={fault}")

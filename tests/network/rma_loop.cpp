@@ -260,6 +260,16 @@ struct Group {
   }
 };
 
+}  // namespace
+
+// Of this process, again, for all its links.
+extern "C" [[gnu::visibility("default")]] Result rma_loop_read_environment() {
+  const Lock lock(link_mutex);
+  return read_environment(link_) ? kSuccess : kInvalidUsage;
+}
+
+namespace {
+
 Group& group_of(void* group) { return *static_cast<Group*>(group); }
 int id_of(void* region) { return region ? static_cast<Region*>(region)->id : -1; }
 
@@ -267,8 +277,7 @@ int id_of(void* region) { return region ? static_cast<Region*>(region)->id : -1;
 
 Result init(void** instance, u64, void*) {
   *instance = &link_;  // anything but null
-  const Lock lock(link_mutex);
-  return read_environment(link_) ? kSuccess : kInvalidUsage;
+  return rma_loop_read_environment();
 }
 Result finalize(void*) { return kSuccess; }
 
