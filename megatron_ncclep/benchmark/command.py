@@ -315,7 +315,7 @@ class _ShapeRun:
         entries = [self._prepare(name, workload) for name in self._job.measured]
         result.subjects = [entry.result for entry in entries]
         for entry in entries:
-            if nodes := getattr(entry.subject, "nodes", None):
+            if (nodes := getattr(entry.subject, "nodes", None)) and nodes.count > 1:
                 result.set_network(workload, nodes)
             result.max_tokens = getattr(entry.subject, "max_tokens", result.max_tokens)
         running = [entry for entry in entries if entry.result.status == "ok"]

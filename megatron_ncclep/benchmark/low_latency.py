@@ -33,7 +33,6 @@ class LowLatencySubject(Subject):
         case = workload.case
         self.max_tokens = max(MAX_TOKENS, *case.tokens)
         self._y = self._rows(self._rank).view(case.num_ranks, self.max_tokens, -1)
-        self._ranks_on_each = case.num_ranks
         self._on_gpu = setting.device == "cuda"
         self.passes = {"dispatch": self.dispatch, "combine": self.combine}
         self._open(setting)
@@ -48,8 +47,7 @@ class LowLatencySubject(Subject):
                 self._engine, max_tokens=self.max_tokens, hidden=case.hidden, top_k=case.top_k,
                 dtype=case.dtype,
             )  # fmt: skip
-        nodes = getattr(self._engine, "nodes", None)
-        self._ranks_on_each = nodes.ranks_on_each if nodes else case.num_ranks
+        self.nodes = getattr(self._engine, "nodes", None)
         if nbytes := getattr(self._object, "nbytes", None):
             self.window_bytes = nbytes()
 
@@ -106,21 +104,19 @@ class LowLatencySubject(Subject):
         return None
 
     def _combine_problem(self, out: torch.Tensor) -> str | None:
-        """In the contract's order: ranks ascending, in fp32, the parts of other ranks rounded, and
-        with several nodes each node's sum.
-        """
-        case, rank = self._workload.case, self._rank
+        """In the contract's order: ranks ascending, in fp32, others' and nodes' parts rounded."""
+        R, rank = self._workload.case.num_ranks, self._rank
+        nodes = getattr(self, "nodes", None)
+        on_each = nodes.ranks_on_each if nodes else R
         total = torch.zeros(out.shape, device=out.device)
-        of_node = torch.zeros_like(total)
-        for peer in range(case.num_ranks):
-            here = self._here(rank, peer)
-            place = rank * self.max_tokens + here.cumsum(0)[here] - 1
-            # A row for each place is its sum already: rounding it changes nothing.
-            of_node[here] += self._rows(peer)[place].float()
-            if peer % self._ranks_on_each == self._ranks_on_each - 1:
-                is_whole = self._ranks_on_each == case.num_ranks
-                total += of_node if is_whole else of_node.to(out.dtype).float()
-                of_node.zero_()
+        for first in range(0, R, on_each):
+            of_node = torch.zeros_like(total)
+            for peer in range(first, first + on_each):
+                here = self._here(rank, peer)
+                place = rank * self.max_tokens + here.cumsum(0)[here] - 1
+                # A row for each place is its sum already: rounding it changes nothing.
+                of_node[here] += self._rows(peer)[place].float()
+            total = of_node if on_each == R else total + of_node.to(out.dtype).float()
         problem = self._sum_problem(out, total)
         return f"combine: rank {rank}: {problem}" if problem else None
 
@@ -264,12 +260,9 @@ def _capture(
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        dispatch()
-        combine()
-        mark()
-        for _ in range(PAIRS):
+        for pair in range(PAIRS + 1):
             dispatch()
-            if apart:
+            if apart and pair > 0:
                 mark()
             combine()
             mark()

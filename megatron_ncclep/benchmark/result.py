@@ -142,9 +142,7 @@ class ShapeResult(Measured):
     max_tokens: int | None = None  # of low-latency mode's objects; None: not this mode
 
     def set_network(self, work: Workload, nodes: Nodes) -> None:
-        """Compute the traffic between `nodes`; nothing if there is only one."""
-        if nodes.count == 1:
-            return
+        """Compute the traffic between `nodes`."""
         once, flat = network_rows(work.tables, list(work.case.tokens), nodes.ranks_on_each)
         self.network = {
             "machines": nodes.count, "ranks_on_each": nodes.ranks_on_each,

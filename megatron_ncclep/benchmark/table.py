@@ -165,9 +165,9 @@ def _network(result: dict[str, Any]) -> list[str]:
         return []
     nodes = Nodes(found["machines"], found["ranks_on_each"])
     return [
-        f"over the network, {nodes}: {found['hierarchical_bytes'] / 1e6:.3g} MB with "
-        f"hierarchical, {found['flat_bytes'] / 1e6:.3g} MB with a row for each assignment to "
-        "another node (alltoall); each of the busiest rank, in one pass"
+        f"over the network, {nodes}: {found['hierarchical_bytes'] / 1e6:.3g} MB with a row for "
+        f"each node (hierarchical, native), {found['flat_bytes'] / 1e6:.3g} MB with one for each "
+        "assignment to another node (alltoall); each of the busiest rank, in one pass"
     ]
 
 
