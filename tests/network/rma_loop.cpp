@@ -1,7 +1,7 @@
 // A network without a network: an RMA plugin for NCCL over memory that processes of one machine
 // share, so that kernels which put over GIN run between ranks on one GPU.
 //
-// The source's progress copies a message into a ring in memory of the target, 64 KB at a time; the
+// The source's progress copies a message into a ring in memory of the target, 256 KB at a time; the
 // target's progress copies it to its place when it has arrived, and then adds the signal.  Messages
 // of one pair stay in order.  link.h says how links are slowed down and broken.
 //
@@ -39,8 +39,10 @@ namespace {
 
 using namespace rma;
 
-constexpr int kMaxRanks = 16, kSlots = 64;
-constexpr std::size_t kSlotBytes = 64 << 10;
+constexpr int kMaxRanks = 16, kSlots = 16;
+constexpr std::size_t kSlotBytes = 256 << 10;
+// Sent to one target before the copies are waited for: the target gets none of them earlier.
+constexpr int kSlotsAtOnce = 2;
 constexpr u64 kConnectNs = 60'000'000'000;
 
 Link link_;  // of this process
@@ -114,7 +116,7 @@ struct Group {
   bool is_refused = false;
   std::mutex mutex;  // of all this
   std::unique_ptr<Driver> driver;
-  void *context = nullptr, *stream = nullptr;
+  void *context = nullptr, *in_stream = nullptr, *out_stream = nullptr;
 
   explicit Group(int ranks) : num_ranks(ranks), arrival_ns(ranks), waiting(ranks) {}
   ~Group() {
@@ -122,7 +124,8 @@ struct Group {
     for (Ring* ring : out) unmap(ring, 1);
     if (in) unmap(in, num_ranks);
     if (driver) {
-      driver->end_stream(stream);
+      driver->end_stream(in_stream);
+      driver->end_stream(out_stream);
       driver->end_context(context);
     }
   }
@@ -144,7 +147,8 @@ struct Group {
     if (opened->get_device(&device) != 0 || opened->new_context(&context, 0, device) != 0) {
       return false;
     }
-    bool is_ready = opened->new_stream(&stream, 1) == 0;
+    bool is_ready =
+        opened->new_stream(&in_stream, 1) == 0 && opened->new_stream(&out_stream, 1) == 0;
     is_ready = is_ready && opened->pin(in, num_ranks * sizeof(Ring), 1) == 0;
     for (Ring* ring : out) is_ready = is_ready && opened->pin(ring, sizeof(Ring), 1) == 0;
     is_ready = opened->set_context(before) == 0 && is_ready;
@@ -155,11 +159,11 @@ struct Group {
   bool to_memory(const Region& to, u64 offset, const void* data, std::size_t size) {
     char* const at = to.data + offset;
     if (to.type == kCuda)
-      return driver->to_device(reinterpret_cast<u64>(at), data, size, stream) == 0;
+      return driver->to_device(reinterpret_cast<u64>(at), data, size, in_stream) == 0;
     memcpy(at, data, size);
     return true;
   }
-  bool from_memory(const Region& from, u64 offset, void* data, std::size_t size) {
+  bool from_memory(const Region& from, u64 offset, void* data, std::size_t size, void* stream) {
     const char* const at = from.data + offset;
     if (from.type == kCuda)
       return driver->to_host(data, reinterpret_cast<u64>(at), size, stream) == 0;
@@ -171,7 +175,7 @@ struct Group {
     const Lock lock(link_mutex);
     return link_.pass(free_ns, start, size);
   }
-  bool wait() { return !driver || driver->wait(stream) == 0; }
+  bool wait(void* stream) { return !driver || driver->wait(stream) == 0; }
 
   // Null unless memory is registered there.
   Region* find(int id, u64 offset, u64 size) const {
@@ -184,15 +188,15 @@ struct Group {
       __atomic_fetch_add(reinterpret_cast<u64*>(signals.data + offset), value, __ATOMIC_RELEASE);
       return true;
     }
-    if (!wait()) return false;  // what came before is in its place, and `word` is free
+    if (!wait(in_stream)) return false;  // what came before is in its place, and `word` is free
     if (signals.is_never_reset) {
       signals.signals.resize(signals.size / 8);
       word = signals.signals[offset / 8] += value;
     } else {
-      if (!from_memory(signals, offset, &word, 8) || !wait()) return false;
+      if (!from_memory(signals, offset, &word, 8, in_stream) || !wait(in_stream)) return false;
       word += value;
     }
-    return to_memory(signals, offset, &word, 8) && wait();
+    return to_memory(signals, offset, &word, 8) && wait(in_stream);
   }
 
   bool deliver(Ring& ring, const Slot& slot) {
@@ -212,7 +216,9 @@ struct Group {
     return add_signal(ring.word, *signals, message.signal_offset, message.value);
   }
 
-  bool receive(int source) {
+  // Copies what has arrived from `source` to its place, up to the returned position in its ring;
+  // -1: that failed.  The copies may still be under way.
+  std::int64_t receive(int source) {
     Ring& ring = in[source];
     const u64 head = ring.head.load(std::memory_order_acquire);
     u64 tail = ring.tail.load(std::memory_order_relaxed);
@@ -223,17 +229,17 @@ struct Group {
         arrival = pass(link_.in_free_ns, start, slot.num_bytes);
       }
       if (now_ns() < arrival) break;
-      if (!deliver(ring, slot)) return false;
+      if (!deliver(ring, slot)) return -1;
     }
-    if (!wait()) return false;
-    ring.tail.store(tail, std::memory_order_release);
-    return true;
+    return static_cast<std::int64_t>(tail);
   }
 
-  bool send(int target) {
+  // Copies what waits for `target` into its ring, as `receive`.
+  std::int64_t send(int target) {
     Ring& ring = *out[target];
     u64 head = ring.head.load(std::memory_order_relaxed);
-    const u64 end = ring.tail.load(std::memory_order_acquire) + kSlots;
+    const u64 end =
+        std::min(ring.tail.load(std::memory_order_acquire) + kSlots, head + kSlotsAtOnce);
     for (auto& queue = waiting[target]; !queue.empty() && head < end; ++head) {
       Request& request = *queue.front();
       if (link_.has_begun(kStop, request.number)) break;
@@ -244,7 +250,7 @@ struct Group {
       const u64 offset = request.from_offset + slot.first;
       const Region* from = find(request.from, offset, slot.num_bytes);
       if (slot.num_bytes > 0) {
-        if (!from || !from_memory(*from, offset, slot.data, slot.num_bytes)) return false;
+        if (!from || !from_memory(*from, offset, slot.data, slot.num_bytes, out_stream)) return -1;
       }
       slot.arrives_ns = pass(link_.out_free_ns, now_ns(), slot.num_bytes);
       slot.arrives_ns += static_cast<u64>(link_.latency_us * 1e3);
@@ -254,8 +260,25 @@ struct Group {
       request.end = head + 1;
       queue.pop_front();
     }
-    if (!wait()) return false;
-    ring.head.store(head, std::memory_order_release);
+    return static_cast<std::int64_t>(head);
+  }
+
+  // Receives and sends what can be; both at the same time, as a network does.
+  bool progress() {
+    std::vector<std::int64_t> heads, tails;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      heads.push_back(send(rank));
+      tails.push_back(receive(rank));
+      if (heads.back() < 0 || tails.back() < 0) return false;
+    }
+    if (!wait(out_stream)) return false;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      out[rank]->head.store(heads[rank], std::memory_order_release);
+    }
+    if (!wait(in_stream)) return false;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      in[rank].tail.store(tails[rank], std::memory_order_release);
+    }
     return true;
   }
 };
@@ -424,10 +447,7 @@ Result progress(void* context) {
   if (link_.has_begun(kSilent, rma_loop_counters[kPuts])) return kSuccess;
   const Within ours(group.driver.get(), group.context);
   if (!ours) return kCudaError;
-  for (int rank = 0; rank < group.num_ranks; ++rank) {
-    if (!group.receive(rank) || !group.send(rank)) return kCudaError;
-  }
-  return kSuccess;
+  return group.progress() ? kSuccess : kCudaError;
 }
 
 Result last_error(void* context, bool* has_error) {
