@@ -18,6 +18,8 @@ from megatron_ncclep.ranks.exchange import DYING_S
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
+# Bytes of a message that there is room for from the first exchange on: an error's text.
+ROOM_BYTES = 1024
 # Seconds for NCCL to abort a communicator.
 ABORT_S = 5.0
 _CPU = torch.device("cpu")
@@ -61,6 +63,7 @@ class TorchGroup:
             self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU
         else:
             on_gpu, self.device = whole.device.type == "cuda", whole.device
+        self._room: torch.Tensor | None = None  # of exchanges
         # Collectives must not wait for the model's queued work.
         self._stream = torch.cuda.Stream() if on_gpu else None
 
@@ -107,8 +110,9 @@ class TorchGroup:
                 "NCCLEP_HOST_EXCHANGE on"
             )
         with torch.cuda.stream(self._stream):  # no effect on a CPU
-            sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
-            received = sent.new_empty(self.size, len(mine))
+            room = self._room_for(len(mine)).view(self.size + 1, -1)
+            sent, received = room[0], room[1:]
+            sent.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
 
             def start(group: dist.ProcessGroup) -> Any:
                 if self._stream is None:  # gloo: half of the time of its all-gather
@@ -118,6 +122,16 @@ class TorchGroup:
 
             self.wait(start, what, timeout_s)
             return bytes_of(received)
+
+    def _room_for(self, num_bytes: int) -> torch.Tensor:
+        """Memory for such a message of each rank and one more, kept for the next exchange: a rank
+        that has no memory left must still be able to say so.
+        """
+        size = (self.size + 1) * num_bytes
+        if self._room is None or len(self._room) < size:
+            at_least = (self.size + 1) * ROOM_BYTES
+            self._room = torch.empty(max(size, at_least), dtype=torch.uint8, device=self.device)
+        return self._room[:size]
 
     def wait(self, start: Callable[[dist.ProcessGroup], Any], what: str, timeout_s: float) -> None:
         """Start a collective on the torch group and wait for it, at most `timeout_s` seconds.

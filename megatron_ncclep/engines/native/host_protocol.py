@@ -249,7 +249,7 @@ class HostProtocol(EngineBase[NativePlan]):
             memory = try_allocate(f"the results of {phase}", allocate, known, rows, w)
         else:
             memory = Allocation(problem)
-        if self.config.check_calls or (memory.problem is None and not fits):
+        if self.config.check_calls or not fits:
             self._together(phase, lambda: self.agree_on_rows(phase, plan, rows, w, memory.problem))
             self._reserve(*shape)
         elif memory.problem is not None:
