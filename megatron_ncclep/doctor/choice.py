@@ -67,12 +67,14 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
 
 
 def lsa_domain(pool: RankPool) -> Iterator[Finding]:
-    """How many of the pool's ranks reach each other's memory by load and store.  Needs GPUs."""
+    """How many of the pool's ranks reach each other's memory by load and store, and whether NCCL
+    offers kernels a network, for groups of several nodes.  Needs GPUs.
+    """
     if pool.size == 1 or extension.unavailable_reason() is not None:
         return
     subject = "LSA domain"
     try:
-        sizes = pool.run(_lsa_size, timeout=DEADLINE_S)
+        sizes, problems = zip(*pool.run(_reach, timeout=DEADLINE_S), strict=True)
     except RankError as error:
         yield Finding(subject, "not known", _failed("making an NCCL communicator", error))
         return
@@ -80,6 +82,9 @@ def lsa_domain(pool: RankPool) -> Iterator[Finding]:
         subject,
         f"{min(sizes)} of {pool.size} GPUs reach each other's memory by load and store (NVLink)",
     )
+    problem = next(filter(None, problems), None)
+    offer = f"for groups of several nodes: {problem}" if problem else "NCCL offers one (GIN)"
+    yield Finding("network for kernels", offer)
 
 
 def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
@@ -158,9 +163,10 @@ def merge(answers: Sequence[Answer]) -> Answer:
     return Answer(answers[0].chosen, reasons, answers[0].nodes)
 
 
-def _lsa_size(context: RankContext) -> int:
-    size: int = communicator_of(EpGroup.of(context.group), WAIT_S).lsa_size
-    return size
+def _reach(context: RankContext) -> tuple[int, str]:
+    """The size of this rank's NVLink domain, and why its kernels have no network, if so."""
+    communicator = communicator_of(EpGroup.of(context.group), WAIT_S)
+    return communicator.lsa_size, communicator.network_problem()
 
 
 def _failed(what: str, error: RankError) -> str:

@@ -5,6 +5,7 @@ Ranks are threads, and their GPUs are `Gpu`s; nothing here needs a GPU or the ex
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_extension import FakeExtension
+from fake_extension import Fake, FakeExtension
 from fakes import ThreadGroup, on_threads
 from patience import patient
 
@@ -26,7 +27,12 @@ from megatron_ncclep.engines.hierarchical.message_packing import VECTOR
 from megatron_ncclep.engines.native import availability as native_availability
 from megatron_ncclep.engines.native.engine import CAPS
 from megatron_ncclep.engines.nccl_ep import availability as nccl_ep_availability
-from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    InputError,
+    LibraryError,
+    PeerError,
+)
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.libraries.search import Library
 from megatron_ncclep.ranks import nodes
@@ -53,14 +59,24 @@ class Machine:
         gpus: of the ranks; every rank sees all of them.
         no_access: (from, to) pairs of GPUs without peer-to-peer access.
         lsa_size, network_problem: what NCCL says.
+        probe: puts a word over that network; an error: it does not come.
         made: ranks that made a communicator.
+        closed: what of the network was closed, by any rank.
     """
 
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu(f"uuid-{r}") for r in range(NUM_RANKS)])
     no_access: set[tuple[int, int]] = field(default_factory=set)
     lsa_size: int | LibraryError = NUM_RANKS
     network_problem: str = "no network"
+    probe: PeerError | None = None
     made: list[int] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    def extension(self) -> FakeExtension:
+        def of(name: str, **answers: Any) -> Any:
+            return lambda *_: Fake(name, close=lambda: self.closed.append(name), **answers)
+
+        return FakeExtension(Window=of("Window"), Rails=of("Rails", probe=self.probe))
 
     def communicator_of(self, group: Any, timeout_s: float) -> Any:
         self.made.append(group.rank)
@@ -92,7 +108,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
     monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
-    monkeypatch.setattr(extension, "load", FakeExtension)
+    monkeypatch.setattr(extension, "load", machine.extension)
     monkeypatch.setattr(search, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), ""))
     monkeypatch.setattr(native_availability, "communicator_of", machine.communicator_of)
     return machine
@@ -357,13 +373,16 @@ def test_nvlink_domains_and_hosts(
         return
     assert reason.startswith("not native: only 2 of 3 ranks, on ")
     assert text in reason
-    # Asked for by name, the engine takes several domains with a network for kernels between them.
-    assert reasons().endswith(
-        " 2 of 3 ranks are in one NVLink domain, and between domains no network; or use the engine "
-        "'hierarchical'"
-    )
+    remedy = "all have NVLink and CUDA peer" if hosts == "aaa" else "use the engine 'hierarchical'"
+    assert re.search(f"between domains no network; or .*{remedy}", reasons())
+    # With a network for kernels between them, several domains are as good as one.
     machine.network_problem = ""
-    assert choice(NUM_RANKS, engine="native") == ("native", "requested by name")
+    assert choice(NUM_RANKS) == ("native", "native can run")
+    assert sorted(machine.closed) == ["Rails"] * NUM_RANKS + ["Window"] * NUM_RANKS
+    # One that brings nothing is none.
+    machine.probe = PeerError("put number 1 of rank 0 has not come")
+    assert "(GIN) failed: putting a word to each rail peer: put number 1 of rank 0 has" in reasons()
+    assert choice(NUM_RANKS)[0] == "reference"
 
 
 def test_an_nccl_that_makes_no_communicator(machine: Machine) -> None:
@@ -422,6 +441,7 @@ NOT_NATIVE = "not native: only {} of 4 ranks, on 1 host(s), are in one NVLink"
 def test_auto_takes_what_can_run_on_all_nodes(
     four_gpus: Machine, lsa_size: int, no_access: set[tuple[int, int]], name: str, says: list[str]
 ) -> None:
+    """NCCL offers kernels no network between the nodes."""
     four_gpus.lsa_size, four_gpus.no_access = lsa_size, no_access
     chosen, reason = choice(4, 8)
     assert chosen == name

@@ -21,6 +21,7 @@ from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.network import network_problem
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
@@ -49,7 +50,7 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
     places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
-    return _group_problem(places) or _lsa_problem(group, config, places, timeout_s)
+    return _group_problem(places) or _lsa_problem(group, places, timeout_s)
 
 
 # --- one rank ------------------------------------------------------------------------------------
@@ -211,14 +212,12 @@ def _group_problem(places: Sequence[_Place]) -> str | None:
     return None
 
 
-def _lsa_problem(
-    group: EpGroup, config: EpConfig, places: Sequence[_Place], timeout_s: float
-) -> str | None:
-    """Say which ranks NCCL finds in one NVLink domain, unless it is all of them.  Collective.
+def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> str | None:
+    """Say which ranks NCCL finds in one NVLink domain, and why kernels cannot reach the others.
 
-    Where the engine is named, several domains are taken if NCCL offers a network to kernels
-    (docs/network.md).  Makes the communicator, which belongs to the group, so that every layer
-    finds it ready.
+    Collective.  None where all ranks are in one domain, and where kernels have a network between
+    the domains (docs/network.md).  Makes the communicator, which belongs to the group, so
+    that every layer finds it ready.
     """
     try:
         communicator = communicator_of(group, timeout_s)
@@ -226,16 +225,16 @@ def _lsa_problem(
         return f"NCCL made no communicator: {error}"
     if communicator.lsa_size == group.size:
         return None
-    if config.engine == "native":
-        if not (problem := communicator.network_problem()):
-            return None
-        return (
-            f"only {communicator.lsa_size} of {group.size} ranks are in one NVLink domain, and "
-            f"between domains {problem}; or use the engine 'hierarchical'"
-        )
+    if not (problem := network_problem(group, communicator, timeout_s)):
+        return None
     num_hosts = len({each.host for each in places})
-    return (
+    reason = (
         f"only {communicator.lsa_size} of {group.size} ranks, on {num_hosts} host(s), are in one "
-        "NVLink domain (NCCL's LSA team): make the expert-parallel group smaller, or make sure "
-        "that all have NVLink and CUDA peer-to-peer and that NCCL_CUMEM_ENABLE is not 0"
+        f"NVLink domain (NCCL's LSA team), and between domains {problem}"
+    )
+    if num_hosts > 1:
+        return f"{reason}; or use the engine 'hierarchical'"
+    return (
+        f"{reason}; or make sure that all have NVLink and CUDA peer-to-peer and that "
+        "NCCL_CUMEM_ENABLE is not 0"
     )

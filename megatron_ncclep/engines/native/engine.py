@@ -82,6 +82,10 @@ class NativeEngine(HostProtocol):
         self.nodes = shared.domains
         if self.nodes.count > 1:
             self.caps = dataclasses.replace(CAPS, **OVER_DOMAINS)
+            if group.rank == 0:
+                domains, ranks = self.nodes.count, self.nodes.ranks_on_each
+                text = f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
+                group.log_once(logging.INFO, text, text)
         super().__init__(group, num_experts, config, shared)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:

@@ -209,15 +209,21 @@ def test_the_lsa_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
         size = 4
 
-        def run(self, function: object, *, timeout: float) -> list[int]:
+        problem = "NCCL offers its kernels no network"
+
+        def run(self, function: object, *, timeout: float) -> list[tuple[int, str]]:
             if self.size == 3:
                 raise RankError("LibraryError: ncclCommInitRank: no")
-            return [2] * self.size
+            return [(2, "")] * (self.size - 1) + [(2, self.problem)]
 
     pool: Any = Pool()
     monkeypatch.setattr(choice.extension, "unavailable_reason", lambda: None)
-    (finding,) = choice.lsa_domain(pool)
+    finding, network = choice.lsa_domain(pool)
     assert finding.value.startswith("2 of 4 GPUs reach each other's memory")
+    assert network.value.endswith("NCCL offers its kernels no network")
+    pool.problem = ""
+    _, network = choice.lsa_domain(pool)
+    assert network.value == "NCCL offers one (GIN)"
     pool.size = 3
     (finding,) = choice.lsa_domain(pool)
     assert "ncclCommInitRank: no" in str(finding.problem)
