@@ -151,6 +151,44 @@ def data_flow() -> str:
     return canvas.svg()
 
 
+def over_network() -> str:
+    """Where one token's rows and sums go when its experts are in two NVLink domains."""
+    canvas = Canvas(900, 380, "One token with experts on rank 1, 2 and 3, in two NVLink domains")
+    lanes = {0: 104, 1: 164, 2: 264, 3: 324}
+    for domain, y in enumerate((66, 226)):
+        canvas.rect(14, y, 872, 136, "none", LINE, 8)
+        canvas.text(876, y + 126, f"NVLink domain {domain}", 13, "end", MUTED, bold=True)
+    for rank, y in lanes.items():
+        canvas.text(26, y + 5, f"rank {rank}", 13, fill=MUTED, bold=True)
+    for x, step in ((320, "dispatch"), (690, "combine")):
+        canvas.text(x, 40, step, 15, "middle", bold=True)
+    (own_fill, own), (other_fill, other) = RANKS
+    boxes = [
+        (120, 0, "token", own_fill, own), (270, 0, "staged", own_fill, own),
+        (420, 2, "put here", own_fill, own), (560, 1, "expert", own_fill, own),
+        (560, 2, "expert", own_fill, own), (560, 3, "expert", own_fill, own),
+        (700, 2, "domain's sum", other_fill, other), (830, 0, "sum", own_fill, own),
+    ]  # fmt: skip
+    for x, rank, what, fill, edge in boxes:
+        canvas.rect(x - 44, lanes[rank] - 14, 88, 28, fill, edge)
+        canvas.text(x, lanes[rank] + 5, what, 12.5, "middle")
+
+    def arrow(start: int, source: int, end: int, target: int, colour: str) -> None:
+        canvas.arrow(start + 46, lanes[source], end - 46, lanes[target], colour)
+
+    arrow(120, 0, 270, 0, GREY)
+    arrow(270, 0, 560, 1, own)
+    for rank in (2, 3):
+        arrow(420, 2, 560, rank, own)
+        arrow(560, rank, 700, 2, other)
+    arrow(560, 1, 830, 0, own)
+    arrow(270, 0, 420, 2, BLUES[2])
+    arrow(700, 2, 830, 0, BLUES[2])
+    canvas.text(334, 219, "one row over the network", 12, "end", BLUES[2])
+    canvas.text(754, 219, "one sum over the network", 12, "end", BLUES[2])
+    return canvas.svg()
+
+
 # Parts of a batch in the timeline; the kernels' number of phases depends on its size.
 PHASES = 4
 

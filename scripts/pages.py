@@ -174,7 +174,7 @@ def contents() -> dict[Path, str]:
     steps, picture = gains(read(TRAINING), read(LAYERS))
     parts = {"steps": steps, "options": options_table(), "variables": variables_table()}
     drawn = {
-        "gains": picture, "data-flow": figures.data_flow(),
+        "gains": picture, "data-flow": figures.data_flow(), "over-network": figures.over_network(),
         "layer-timeline": timeline(read(ENGINES)),
     }  # fmt: skip
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}

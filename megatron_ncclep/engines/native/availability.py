@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.native.network import network_problem
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.network import network_problem
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
 DEFAULT_NUM_SMS = 32
