@@ -25,6 +25,7 @@ from megatron_ncclep.errors import PeerError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.nodes import Nodes
 from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.needs_network, pytest.mark.limit_s(90)]
@@ -72,6 +73,14 @@ def test_words_reach_the_rail_peers(ctx: RankContext, hosts: int) -> None:
         moved = {name: after[name] - before[name] for name in after}
         assert moved == {"puts": puts, "bytes": 8 * puts, "bytes_in": 8 * puts, "refused": 0}
         gathered(ctx, None)
+
+
+def test_auto_takes_native_where_a_word_arrives(ctx: RankContext, hosts: int) -> None:
+    config = EpConfig(timeout_s=START_S)
+    for _ in range(2):  # a model asks for each layer
+        with closing(create_engine(ctx.group, 4 * ctx.num_ranks, config)) as engine:
+            assert engine.caps.name == "native"
+            assert getattr(engine, "nodes", None) == Nodes(hosts, ctx.num_ranks // hosts)
 
 
 @pytest.mark.parametrize("fault", ["stop", "drop"])
