@@ -16,7 +16,7 @@ COUNTERS = ("puts", "bytes", "bytes_in", "refused")
 
 def build() -> Path:
     """Compile the plugin, unless that was done; return its path, for NCCL_RMA_PLUGIN."""
-    sources = [HERE / name for name in ("rma_loop.cpp", "driver.h", "link.h", "rma_plugin.h")]
+    sources = [HERE / "rma_loop.cpp", *sorted(HERE.glob("*.h"))]
     options = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
 
     def make(folder: Path) -> None:
