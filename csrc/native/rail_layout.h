@@ -77,20 +77,25 @@ struct RailLayout {
   NCCLEP_BOTH std::size_t values_bytes() const { return num_domains() * control.assignments() * 4; }
 };
 
-// Half of a rows window, for one dispatch: rows that this rank stages for its domain, then node
-// tokens' rows on their way to each domain, then those that each rail peer put here; of a group of
-// one domain only the first.
+// The number of a domain among all but `own`.
+NCCLEP_BOTH inline int number_among_others(int own, int domain) {
+  return domain < own ? domain : domain - 1;
+}
+
+// Half of the rows window of a rank in domain `own`, for one dispatch: rows that it stages for its
+// domain, then node tokens' rows on their way to each other domain, then those that each rail peer
+// put here.
 struct RailRows {
   std::size_t dispatch_bytes;  // of the half
   int num_domains;
 
-  NCCLEP_BOTH static int num_parts(int num_domains) {
-    return num_domains == 1 ? 1 : 1 + 2 * num_domains;
-  }
+  NCCLEP_BOTH static int num_parts(int num_domains) { return 1 + 2 * (num_domains - 1); }
   NCCLEP_BOTH std::size_t part_bytes() const { return dispatch_bytes / num_parts(num_domains); }
-  NCCLEP_BOTH std::size_t sent(int domain) const { return (1 + domain) * part_bytes(); }
-  NCCLEP_BOTH std::size_t put(int domain) const {
-    return (1 + num_domains + domain) * part_bytes();
+  NCCLEP_BOTH std::size_t sent(int own, int domain) const {
+    return (1 + number_among_others(own, domain)) * part_bytes();
+  }
+  NCCLEP_BOTH std::size_t put(int own, int domain) const {
+    return (num_domains + number_among_others(own, domain)) * part_bytes();
   }
 };
 
@@ -102,13 +107,15 @@ struct RailSums {
   int num_domains, local_ranks;
 
   NCCLEP_BOTH std::size_t of_ranks(int domain) const { return at(domain * local_ranks); }
-  NCCLEP_BOTH std::size_t sent(int domain) const { return at(num_ranks() + domain); }
+  NCCLEP_BOTH std::size_t sent(int own, int domain) const {
+    return at(num_ranks() + number_among_others(own, domain));
+  }
   NCCLEP_BOTH std::size_t of_domain(int domain) const {
-    return at(num_ranks() + num_domains + domain);
+    return at(num_ranks() + num_domains - 1 + domain);
   }
   // In the parts of a RailRows; of a group of one domain a row of each rank for each token.
   NCCLEP_BOTH int num_parts() const {
-    return num_domains == 1 ? local_ranks : num_ranks() + 2 * num_domains;
+    return num_domains == 1 ? local_ranks : num_ranks() + 2 * num_domains - 1;
   }
 
  private:

@@ -269,8 +269,8 @@ MISTAKES = {
         "thread < window.num_ranks && !has_failed && places.count(thread, job.num_tokens) > 0",
         "ll", 3, "."),
     "LL: a dispatch does not wait for one of the ranks": Mistake(
-        "native/low_latency/dispatch.cu", "if («rank < window.num_ranks && !has_failed»)",
-        "rank < window.num_ranks && !has_failed && rank != (me.rank + 1) % window.num_ranks",
+        "native/low_latency/dispatch.cu", "if («rank >= window.num_ranks || has_failed») return;",
+        "rank >= window.num_ranks || has_failed || rank == (me.rank + 1) % window.num_ranks",
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
         "native/low_latency/combine.cu",

@@ -48,7 +48,7 @@ __device__ const char* rows_from(const KernelContext& me, int source, std::uint6
     const RailRows rows{me.dispatch_bytes, me.control.num_domains};
     if (!is_local(me, source)) {
       return me.rows_of[host_of(me, source)] + parity * me.dispatch_bytes +
-             rows.put(me.control.domain_of(source));
+             rows.put(me.control.domain_of(me.rank), me.control.domain_of(source));
     }
   }
   return me.rows_of[source] + parity * me.dispatch_bytes;
@@ -77,8 +77,8 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
     }
     const std::size_t first = std::size_t{1} * start * job.row_bytes;
     const int num_rows = max(0, min(end, job.rail_routes.num_sent[domain]) - start);
-    put(me, rails, kRowsWindow, domain, parity * me.dispatch_bytes + rows.put(own) + first,
-        parity * me.dispatch_bytes + rows.sent(domain) + first,
+    put(me, rails, kRowsWindow, domain, parity * me.dispatch_bytes + rows.put(domain, own) + first,
+        parity * me.dispatch_bytes + rows.sent(own, domain) + first,
         std::size_t{1} * num_rows * job.row_bytes, kRowsPut);
   }
   atomicExch(&me.state->put_phases, phase + 1 < job.num_phases ? phase + 1 : 0u);

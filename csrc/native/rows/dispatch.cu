@@ -132,12 +132,13 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
                  [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
       if constexpr (R::kAreThere) {
         const RailRows rows{me.dispatch_bytes, layout.num_domains};
+        const int own = layout.domain_of(me.rank);
         for (int domain = 0; domain < layout.num_domains; ++domain) {
-          if (domain == layout.domain_of(me.rank)) continue;
+          if (domain == own) continue;
           const int last = min(phase_start(job, phase + 1), job.rail_routes.num_sent[domain]);
           const std::int32_t* token_of =
               job.rail_routes.token_of + std::int64_t{domain} * job.rail_routes.num_tokens;
-          stage_rows(job, shape, ring, number, warps, start, last, window + rows.sent(domain),
+          stage_rows(job, shape, ring, number, warps, start, last, window + rows.sent(own, domain),
                      [&](int place) { return token_of[place]; });
         }
       }

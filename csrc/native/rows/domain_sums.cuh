@@ -90,7 +90,7 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
           there.sent_values() + domain * row + first, 4 * number * job.top_k);
     }
     put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
-        sums.sent(domain) + start * job.row_bytes, number * job.row_bytes, kSumsPut);
+        sums.sent(own, domain) + start * job.row_bytes, number * job.row_bytes, kSumsPut);
   }
   wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, job.num_phases, epoch);
 }
@@ -181,7 +181,7 @@ class DomainSums {
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
-    sum->out = window_ + (domain == own_ ? sums_.of_domain(own_) : sums_.sent(domain)) +
+    sum->out = window_ + (domain == own_ ? sums_.of_domain(own_) : sums_.sent(own_, domain)) +
                static_cast<std::size_t>(token) * job_.row_bytes;
     return true;
   }
