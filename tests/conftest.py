@@ -46,6 +46,7 @@ for docs/support.md (scripts/support.py)
 refuses(option, ..., words=...): options that are refused, and why, for docs/support.md
 any_python(reason): left out before Python 3.12, whose run shows as much, and listed
 each_release: runs with every supported release of Megatron-Core (--megatron)
+ranks(n): `ctx` is one of n ranks, instead of all that the pool has
 limit_s(seconds): time that ranks have for a test, instead of 240 seconds
 since(release): left out with older releases of Megatron-Core
 """
@@ -146,18 +147,13 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
             f"--hosts {hosts}: must divide the largest --ranks, {ranks[-1]}, and with more "
             "than one --backend must be nccl"
         )
-    if backend == "nccl" and shares_gpus(ranks[-1]):
+    if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
         os.environ[place.ENABLE] = "1"
         if torch.cuda.device_count() == 0 or not place.may_share_gpu():
             raise pytest.UsageError(
                 f"--backend nccl: {ranks[-1]} ranks on {torch.cuda.device_count()} GPU(s) with "
                 f"NCCL {search.find_nccl()}: {place.HOW_TO_SHARE}"
             )
-
-
-def shares_gpus(num_ranks: int) -> bool:
-    """Whether there are fewer GPUs than ranks."""
-    return num_ranks > torch.cuda.device_count()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -289,3 +285,9 @@ def pool(backend: str, rank_counts: list[int], hosts: int) -> Iterator[RankPool]
     pool = PatientPool(size, backend, prepare=prepare, hosts=hosts)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def ctx(pool: RankPool) -> RankPool:
+    """The pool on whose ranks the test runs (tests/on_ranks.py); some folders have their own."""
+    return pool

@@ -31,8 +31,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     pool: RankPool = pyfuncitem.funcargs["ctx"]
     arguments = {name: pyfuncitem.funcargs[name] for name in parameters if name != "ctx"}
     names = (pyfuncitem.module.__name__, pyfuncitem.originalname)
-    limit = pyfuncitem.get_closest_marker("limit_s")
-    pool.run(run_test, *names, arguments, timeout=limit.args[0] if limit else 240)
+    limit, number = map(pyfuncitem.get_closest_marker, ("limit_s", "ranks"))
+    ranks, timeout = number and number.args[0], limit.args[0] if limit else 240
+    pool.run(run_test, *names, arguments, ranks=ranks, timeout=timeout)
     return True
 
 

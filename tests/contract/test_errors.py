@@ -326,17 +326,13 @@ def test_more_rows_than_numbers_for_them(pool: RankPool) -> None:
     assert "micro-batches" in texts[0]
 
 
-def nan_on_rank(ctx: RankContext, engine_name: str) -> list[torch.Tensor]:
+@pytest.mark.ranks(2)
+def test_nan_weights_pass_through_to_their_token_only(ctx: RankContext, engine_name: str) -> None:
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
         plan = engine.plan(topk(ctx))
         w = weights(ctx)
         w[0, ctx.rank] = float("nan")
         received, row_w = engine.dispatch(plan, rows(ctx), w)
         out, topk_w = engine.combine(plan, received * row_w[:, None], row_w)
-        return [out.isnan().any(dim=1), topk_w.isnan()]
-
-
-def test_nan_weights_pass_through_to_their_token_only(pool: RankPool, engine_name: str) -> None:
-    for rank, (tokens, assignments) in enumerate(pool.run(nan_on_rank, engine_name, ranks=2)):
-        assert tokens.tolist() == [True, False, False]
-        assert assignments.nonzero().tolist() == [[0, rank]]
+        assert out.isnan().any(dim=1).tolist() == [True, False, False]
+        assert topk_w.isnan().nonzero().tolist() == [[0, ctx.rank]]

@@ -12,12 +12,13 @@ from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.needs_ranks(2)
 
 
-def closed_on_rank(ctx: RankContext, engine_name: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_closed_engine_says_so(ctx: RankContext, engine_name: str) -> None:
     engine = create_engine(ctx.group, NUM_EXPERTS, config(engine_name))
     plan = engine.plan(topk(ctx))
     engine.close()
@@ -31,11 +32,7 @@ def closed_on_rank(ctx: RankContext, engine_name: str) -> None:
             call()
 
 
-def test_a_closed_engine_says_so(pool: RankPool, engine_name: str) -> None:
-    pool.run(closed_on_rank, engine_name, ranks=2)
-
-
-def destroyed_on_rank(ctx: RankContext, engine_name: str) -> None:
+def test_a_destroyed_process_group_says_so(ctx: RankContext, engine_name: str) -> None:
     group = dist.new_group(list(range(ctx.num_ranks)))
     num_experts = 4 * ctx.num_ranks
     engine = create_engine(group, num_experts, config(engine_name))
@@ -52,44 +49,38 @@ def destroyed_on_rank(ctx: RankContext, engine_name: str) -> None:
             call()
 
 
-def test_a_destroyed_process_group_says_so(pool: RankPool, engine_name: str) -> None:
-    pool.run(destroyed_on_rank, engine_name)
-
-
-def not_a_member(ctx: RankContext) -> str:
+def test_a_rank_outside_the_group_says_so(ctx: RankContext) -> None:
+    """Whatever the engine: it is found before one is chosen."""
     num_members = ctx.num_ranks - 1
     group = dist.new_group(list(range(num_members)))
     if ctx.rank < num_members:
-        return create_engine(group, 4 * num_members, config()).caps.name
-    with pytest.raises(InputError) as caught:
+        assert create_engine(group, 4 * num_members, config()).caps.name == "reference"
+        return
+    with pytest.raises(InputError, match="not a member"):
         create_engine(group, 4 * num_members, config())
-    return str(caught.value)
 
 
-def test_a_rank_outside_the_group_says_so(pool: RankPool) -> None:
-    """Whatever the engine: it is found before one is chosen."""
-    *members, outsider = pool.run(not_a_member)
-    assert members == ["reference"] * (pool.size - 1)
-    assert "not a member" in outsider
-
-
-def diverge_on_rank(ctx: RankContext, engine_name: str) -> str:
+@pytest.mark.ranks(2)
+def test_ranks_in_different_calls_are_told(ctx: RankContext, engine_name: str) -> None:
     with closing(create_engine(ctx.group, NUM_EXPERTS, config(engine_name))) as engine:
         plan = engine.plan(topk(ctx))
         call, num_rows = (engine.combine, plan.num_rows) if ctx.rank == 0 else (engine.dispatch, 3)
         with pytest.raises(PeerError) as caught:
             until_checked(lambda: call(plan, rows(ctx, num_rows)))
-    return str(caught.value)
+    assert "rank 0 is in combine" in str(caught.value)
+    assert "rank 1 is in dispatch" in str(caught.value)
 
 
-def test_ranks_in_different_calls_are_told(pool: RankPool, engine_name: str) -> None:
-    for text in pool.run(diverge_on_rank, engine_name, ranks=2):
-        assert "rank 0 is in combine" in text
-        assert "rank 1 is in dispatch" in text
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("shares_memory", "num_more"), [(True, 0), (False, 0), (False, 3)])
+def test_a_refusal_reaches_ranks_that_want_to_agree(
+    ctx: RankContext, shares_memory: bool, num_more: int
+) -> None:
+    """Rank 1 refuses a call on which the others want to agree, `num_more` calls after it.
 
-
-def refuse_on_rank(ctx: RankContext, shares_memory: bool, num_more: int) -> tuple[str, int]:
-    """Rank 1 refuses a call on which the others want to agree, `num_more` calls after it."""
+    Over torch they hear of it when the rank closes its engine, and once were left without a word
+    of it, in different calls.
+    """
     process_group = dist.new_group(list(range(ctx.num_ranks)))
     group, deadline_s, refusal = EpGroup.of(process_group), patient(20.0), ""
     with pytest.MonkeyPatch.context() as patch:
@@ -108,18 +99,5 @@ def refuse_on_rank(ctx: RankContext, shares_memory: bool, num_more: int) -> tupl
     assert group.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
     group.close()
     dist.destroy_process_group(process_group)
-    return refusal, call
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize(("shares_memory", "num_more"), [(True, 0), (False, 0), (False, 3)])
-def test_a_refusal_reaches_ranks_that_want_to_agree(
-    pool: RankPool, shares_memory: bool, num_more: int
-) -> None:
-    """Over torch they hear of it when the rank closes its engine, and once were left without a word
-    of it, in different calls.
-    """
-    first, second, *others = pool.run(refuse_on_rank, shares_memory, num_more)
-    assert second == ("", 3 + num_more)
-    for refusal, call in (first, *others):
-        assert (refusal, call) == ("dispatch: rank 1: x is wrong", 3 + num_more)
+    said = "" if ctx.rank == 1 else "dispatch: rank 1: x is wrong"
+    assert (refusal, call) == (said, 3 + num_more)

@@ -12,8 +12,8 @@ from compare import assert_same_bits
 from test_low_latency import HAS_MODE, LowLatencyCase, engine_of, object_for
 
 from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
-from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.ranks.pool import RankContext
 
 CASE = LowLatencyCase("mistakes", 1, 4, 8, 2)
 
@@ -67,18 +67,6 @@ MISTAKES: dict[str, tuple[Callable[[LowLatency], None], str]] = {
 }
 
 
-def mistake_on_rank(ctx: RankContext, engine_name: str, name: str) -> str:
-    engine = engine_of(ctx, engine_name, 4 * ctx.num_ranks)
-    ll = object_for(engine, CASE)
-    make, words = MISTAKES[name]
-    with pytest.raises(InputError, match=words):
-        make(ll)
-    use_again(ll)
-    ll.close()
-    engine.close()
-    return "done"
-
-
 def use_again(ll: LowLatency) -> None:
     """A single-rank group remains usable after any mistake."""
     with contextlib.suppress(InputError):  # unless a dispatch waits for its combine
@@ -91,52 +79,44 @@ def use_again(ll: LowLatency) -> None:
 
 
 @HAS_MODE
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_errors_for_people(pool: RankPool, engine_name: str, name: str) -> None:
-    assert pool.run(mistake_on_rank, engine_name, name, ranks=1) == ["done"]
-
-
-def refused_sizes_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
+def test_mistakes_are_errors_for_people(ctx: RankContext, engine_name: str, name: str) -> None:
     engine = engine_of(ctx, engine_name, 4 * ctx.num_ranks)
-    texts = []
-    for wrong in (
-        {"max_tokens": 0},
-        {"max_tokens": 10**6},
-        {"top_k": 0},
-        {"dtype": torch.float64},
-        {"payload": torch.float16},
-        {"num_scales": -1},
-        {"hidden": 64 * (1 + ctx.rank)},  # differs between ranks
-    ):
-        sizes = {"max_tokens": 8, "hidden": 64, "top_k": 2, **wrong}
-        try:
-            create_low_latency(engine, **sizes).close()
-            texts.append("no error")
-        except EpError as error:
-            texts.append(f"{type(error).__name__}: {error}")
+    ll = object_for(engine, CASE)
+    make, words = MISTAKES[name]
+    with pytest.raises(InputError, match=words):
+        make(ll)
+    use_again(ll)
+    ll.close()
     engine.close()
-    return texts
 
 
 @HAS_MODE
 @pytest.mark.needs_ranks(2)
-def test_wrong_sizes_are_refused_on_all_ranks(pool: RankPool, engine_name: str) -> None:
-    words = ("max_tokens 0", "max_tokens 1000000", "top_k 0", "dtype", "payload", "num_scales -1",
-             "hidden size differs")  # fmt: skip
-    for texts in pool.run(refused_sizes_on_rank, engine_name, ranks=2):
-        for word, text in zip(words, texts, strict=True):
-            assert text.startswith("InputError: "), text
-            assert word in text
+@pytest.mark.ranks(2)
+def test_wrong_sizes_are_refused_on_all_ranks(ctx: RankContext, engine_name: str) -> None:
+    engine = engine_of(ctx, engine_name, 4 * ctx.num_ranks)
+    for words, wrong in (
+        ("max_tokens 0", {"max_tokens": 0}),
+        ("max_tokens 1000000", {"max_tokens": 10**6}),
+        ("top_k 0", {"top_k": 0}),
+        ("dtype", {"dtype": torch.float64}),
+        ("payload", {"payload": torch.float16}),
+        ("num_scales -1", {"num_scales": -1}),
+        ("hidden size differs", {"hidden": 64 * (1 + ctx.rank)}),
+    ):
+        sizes = {"max_tokens": 8, "hidden": 64, "top_k": 2, **wrong}
+        with pytest.raises(InputError, match=words) as caught:
+            create_low_latency(engine, **sizes)
+        assert caught.type is InputError, words
+    engine.close()
 
 
-def unavailable_on_rank(ctx: RankContext, engine_name: str) -> None:
+@pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens == 0)
+def test_an_engine_without_the_mode_says_so(ctx: RankContext, engine_name: str) -> None:
     with (
         closing(engine_of(ctx, engine_name, 4 * ctx.num_ranks)) as engine,
         pytest.raises(EngineUnavailableError, match="has no low-latency mode"),
     ):
         create_low_latency(engine, max_tokens=8, hidden=64, top_k=2)
-
-
-@pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens == 0)
-def test_an_engine_without_the_mode_says_so(pool: RankPool, engine_name: str) -> None:
-    pool.run(unavailable_on_rank, engine_name)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from contract_cases import rows_limit_of
 from run_case import opened
-from test_nodes import ENGINE, assert_all_steps, in_grid, possible_cases
+from test_nodes import ENGINE, assert_all_steps, grid, possible_cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +35,7 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext, RankPool
 from megatron_ncclep.testing.cases import Case
 
-pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.cpu_only]
+pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.ranks(4), pytest.mark.cpu_only]
 
 # What brings a tensor's numbers to the host, or a size that depends on them.
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "bincount", "masked_select", "unique")
@@ -111,16 +111,19 @@ def far(group: EpGroup) -> Iterator[None]:
 
 
 @contextmanager
-def inside_that_waits_for_nothing() -> Iterator[None]:
+def inside_that_waits_for_nothing(ctx: RankContext, local_ranks: int = 2) -> Iterator[None]:
+    """A grid whose nodes have an engine that waits for nothing."""
     caps = dataclasses.replace(CAPS, captures_static=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with grid(ctx, local_ranks), pytest.MonkeyPatch.context() as patch:
         patch.setitem(hierarchical.INSIDE, "reference", (InsideWithoutWaits, caps))
         yield
 
 
-def static_steps_on_rank(ctx: RankContext, cases: list[Case]) -> list[list[torch.Tensor]]:
+def static_steps_on_rank(
+    ctx: RankContext, local_ranks: int, cases: list[Case]
+) -> list[list[torch.Tensor]]:
     """All steps, twice: hosts agree on the shapes the first time and do not wait the second."""
-    with inside_that_waits_for_nothing():
+    with inside_that_waits_for_nothing(ctx, local_ranks):
         return [steps_on_rank(ctx, case) for case in cases]
 
 
@@ -156,14 +159,18 @@ def static_cases() -> list[Case]:
 def test_no_call_waits(pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))  # for the oracle
     cases = static_cases()
-    assert_all_steps(cases, pool.run(in_grid, local_ranks, static_steps_on_rank, cases, ranks=4))
+    assert_all_steps(cases, pool.run(static_steps_on_rank, local_ranks, cases, ranks=4))
 
 
-def new_calls_on_rank(ctx: RankContext) -> list[str]:
-    """What waits for other hosts, of calls that are like earlier ones but for one thing each."""
-    group, said = EpGroup.of(ctx.group), []
+def test_hosts_agree_on_whatever_is_new(ctx: RankContext) -> None:
+    """What waits for other hosts, of calls that are like earlier ones but for one thing each.
+
+    Sizes of messages follow from it: rows of bf16 on one rank and of fp32 on another would cross
+    the network as numbers of the wrong kind, or not at all.
+    """
+    said = []
     assignments, x, w = torch.tensor([[0, 7]]), torch.ones(1, 16), torch.ones(1, 2)
-    with inside_that_waits_for_nothing():
+    with inside_that_waits_for_nothing(ctx):
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="worst"))
         plan = engine.plan(assignments)
         rows, _ = engine.dispatch(plan, x)
@@ -179,128 +186,93 @@ def new_calls_on_rank(ctx: RankContext) -> list[str]:
             "the same combine": lambda: engine.combine(plan, rows + 1),
             "combined dtype": lambda: engine.combine(plan, rows.bfloat16()),
         }
-        with far(group):
+        with far(EpGroup.of(ctx.group)):
             for name, call in calls.items():
                 try:
                     call()
                 except WaitedError as error:
                     said.append(f"{name}: {error}")
         engine.close()
-    return said
+    names = ("more tokens", "top-k", "dispatched dtype", "dispatched hidden size")
+    names += ("dispatched weights", "combined dtype")
+    assert said == [f"{name}: for other hosts" for name in names], said
 
 
-def test_hosts_agree_on_whatever_is_new(pool: RankPool) -> None:
-    """Sizes of messages follow from it: rows of bf16 on one rank and of fp32 on another would cross
-    the network as numbers of the wrong kind, or not at all.
-    """
-    for waited in pool.run(in_grid, 2, new_calls_on_rank, ranks=4):
-        assert waited == [
-            *("more tokens: for other hosts", "top-k: for other hosts"),
-            "dispatched dtype: for other hosts",
-            "dispatched hidden size: for other hosts",
-            "dispatched weights: for other hosts",
-            "combined dtype: for other hosts",
-        ]
-
-
-def many_batch_sizes_on_rank(ctx: RankContext) -> list[int]:
-    """Rows of each plan."""
-    group = EpGroup.of(ctx.group)
+def test_batches_of_many_sizes_leave_nothing_behind(ctx: RankContext) -> None:
+    """Each new number of tokens made another engine inside, and an entry that stayed."""
     batches = [torch.tensor([[0, 7]]).repeat(n, 1) for n in (1, 2, 3, 4)]
-    with inside_that_waits_for_nothing(), pytest.MonkeyPatch.context() as patch:
+    with inside_that_waits_for_nothing(ctx), pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchical_calls, "MOST_AGREED", 3)
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="1.5x"))
         plans = [engine.plan(topk_idx) for topk_idx in batches]
         assert isinstance(plans[0], HierarchicalPlan)
         assert len({id(plan.engine) for plan in plans}) == 1  # type: ignore[attr-defined]
-        with far(group):
+        with far(EpGroup.of(ctx.group)):
             engine.plan(batches[-1])
             with pytest.raises(WaitedError, match="for other hosts"):
                 engine.plan(batches[0])
         engine.close()
-    return [plan.num_rows for plan in plans]
+    assert [plan.num_rows for plan in plans] == [3, 6, 9, 12]
 
 
-def test_batches_of_many_sizes_leave_nothing_behind(pool: RankPool) -> None:
-    """Each new number of tokens made another engine inside, and an entry that stayed."""
-    results = pool.run(in_grid, 2, many_batch_sizes_on_rank, ranks=4)
-    assert results == [[3, 6, 9, 12]] * 4
-
-
-def dropped_on_rank(ctx: RankContext, topk_idx: torch.Tensor) -> str:
-    """What `check` says of a plan whose rows do not fit, and in which no host agreed."""
-    group = EpGroup.of(ctx.group)
+def test_all_nodes_are_told_of_dropped_rows_without_waiting(ctx: RankContext) -> None:
+    """Of a plan in which no host agreed."""
+    topk_idx = torch.tensor([[0, 1], [1, -1]])  # of each of four ranks: 12 assignments for rank 0
     config = EpConfig(engine=ENGINE, max_recv_rows=4, on_overflow="raise")
-    with inside_that_waits_for_nothing():
+    with inside_that_waits_for_nothing(ctx):
+        group = EpGroup.of(ctx.group)
         engine = create_engine(ctx.group, 8, config)
         engine.plan(torch.full_like(topk_idx, -1))
         group.check()
         with far(group):
             engine.plan(topk_idx)
-        with pytest.raises(EpError) as caught:
+        text = r"with max_recv_rows=4, rank 0 needed 12 rows and had 4 \("
+        with pytest.raises(EpError, match=text):
             group.check()
         engine.close()
-    return str(caught.value)
 
 
-def test_all_nodes_are_told_of_dropped_rows_without_waiting(pool: RankPool) -> None:
-    topk_idx = torch.tensor([[0, 1], [1, -1]])  # of each of four ranks: 12 assignments for rank 0
-    for text in pool.run(in_grid, 2, dropped_on_rank, topk_idx, ranks=4):
-        assert "with max_recv_rows=4, rank 0 needed 12 rows and had 4 (" in text
-
-
-def wrong_assignments_on_rank(ctx: RankContext, assignments: list[list[int]]) -> str:
-    """The error of a bad routing of rank 1 that no host has looked at."""
+@pytest.mark.parametrize("assignments", [[[0, 8]], [[-2, 0]], [[3, 3]], [[6, 6]]], ids=str)
+def test_all_nodes_are_told_of_a_bad_routing(
+    ctx: RankContext, assignments: list[list[int]]
+) -> None:
+    """It crosses to all nodes, whose engine inside finds it on the device."""
     good = torch.tensor([[0, 7]])
-    with inside_that_waits_for_nothing():
+    with inside_that_waits_for_nothing(ctx):
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
         engine.plan(good)
         with pytest.raises(InputError) as caught:
             engine.plan(torch.tensor(assignments) if ctx.rank == 1 else good)
         engine.close()
-    return str(caught.value)
+    node, text = ctx.rank // 2, str(caught.value)
+    assert f"inside node {node}, whose ranks 0 to 1 are ranks {2 * node} to" in text, text
+    assert "plan: rank 1: " in text, text  # by its local index, which its rail has
 
 
-@pytest.mark.parametrize("assignments", [[[0, 8]], [[-2, 0]], [[3, 3]], [[6, 6]]], ids=str)
-def test_all_nodes_are_told_of_a_bad_routing(pool: RankPool, assignments: list[list[int]]) -> None:
-    """It crosses to all nodes, whose engine inside finds it on the device."""
-    for rank, text in enumerate(
-        pool.run(in_grid, 2, wrong_assignments_on_rank, assignments, ranks=4)
-    ):
-        first = rank // 2 * 2
-        assert f"inside node {rank // 2}, whose ranks 0 to 1 are ranks {first} to" in text
-        assert "plan: rank 1: " in text  # by its local index, which its rail has
-
-
-def refused_on_rank(ctx: RankContext) -> list[str]:
+def test_a_rank_refuses_alone(ctx: RankContext) -> None:
     """What one rank says of its own wrong arguments, without asking the others."""
-    group, said = EpGroup.of(ctx.group), []
+    said = []
     assignments, x = torch.tensor([[0, 7]]), torch.ones(1, 16)
     for wrong in (
         lambda engine, plan: engine.plan(assignments.short()),
         lambda engine, plan: engine.dispatch(plan, torch.ones(2, 16)),
         lambda engine, plan: engine.dispatch(RoutePlan(1, 1, 2, 8, 64, assignments), x),
     ):
-        with inside_that_waits_for_nothing():
+        with inside_that_waits_for_nothing(ctx):
             engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
             plan = engine.plan(assignments)
             engine.dispatch(plan, x)
-            with far(group):
+            with far(EpGroup.of(ctx.group)):
                 # The second one is as it should be, and comes too late.
                 for call in (lambda: wrong(engine, plan), lambda: engine.plan(assignments)):  # noqa: B023
                     with pytest.raises(RefusedError) as caught:
                         call()
                     said.append(str(caught.value))
             engine.close()
-    return said
-
-
-def test_a_rank_refuses_alone(pool: RankPool) -> None:
-    for rank, said in enumerate(pool.run(in_grid, 2, refused_on_rank, ranks=4)):
-        assert [said[0], said[2], said[4]] == [said[1], said[3], said[5]]
-        assert f"plan: rank {rank}: topk_idx is torch.int16" in said[0]
-        assert f"dispatch: rank {rank}: x has shape [2, 16]" in said[2]
-        assert f"dispatch: rank {rank}: the plan is a RoutePlan" in said[4]
+    assert [said[0], said[2], said[4]] == [said[1], said[3], said[5]]
+    assert f"plan: rank {ctx.rank}: topk_idx is torch.int16" in said[0]
+    assert f"dispatch: rank {ctx.rank}: x has shape [2, 16]" in said[2]
+    assert f"dispatch: rank {ctx.rank}: the plan is a RoutePlan" in said[4]
 
 
 # --- work that no host waits for -----------------------------------------------------------------

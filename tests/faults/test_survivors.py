@@ -73,7 +73,14 @@ def member(
         dist.destroy_process_group(member.group)
 
 
-def forks_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
+# CUDA cannot be used in a forked process at all, and says so itself.
+@pytest.mark.cpu_only
+@pytest.mark.limit_s(FORK_S)
+def test_a_forked_process_is_no_rank(ctx: RankContext, engine_name: str) -> None:
+    """It would write to the rank's place in shared memory, or wait in vain for gloo's threads.
+
+    A process that loads data is forked from a rank, say, and inherits all of it.
+    """
     with member(ctx, engine_name) as me:
         plan = me.plan()
         calls: list[Callable[[], object]] = [me.plan, lambda: me.check(plan, 1), me.new_engine]
@@ -104,25 +111,15 @@ def forks_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
         # What the child closed and took down is still whole here.
         me.check(plan, 2)
         me.check(me.plan(), 3)
-        return told.replace(str(os.getpid()), "PARENT").splitlines()
+    *texts, end = told.splitlines()
+    assert end == "the end", told
+    assert len(texts) == 3, told
+    whose = f"forked from process {os.getpid()}, which is rank {ctx.rank} of {ctx.num_ranks}"
+    assert all(whose in text for text in texts), told
 
 
-# CUDA cannot be used in a forked process at all, and says so itself.
-@pytest.mark.cpu_only
-def test_a_forked_process_is_no_rank(pool: RankPool, engine_name: str) -> None:
-    """It would write to the rank's place in shared memory, or wait in vain for gloo's threads.
-
-    A process that loads data is forked from a rank, say, and inherits all of it.
-    """
-    for rank, told in enumerate(pool.run(forks_on_rank, engine_name, timeout=FORK_S)):
-        *texts, end = told
-        assert end == "the end", told
-        assert len(texts) == 3, told
-        for text in texts:
-            assert f"forked from process PARENT, which is rank {rank} of {pool.size}" in text, told
-
-
-def interleaved_on_rank(ctx: RankContext, engine_name: str) -> str:
+def test_two_groups_of_one_rank(ctx: RankContext, engine_name: str) -> None:
+    """Plans of both are alive, calls alternate; ranks that differ in the order of them end it."""
     last = ctx.num_ranks - 1
     with (
         member(ctx, engine_name) as everyone,
@@ -138,7 +135,7 @@ def interleaved_on_rank(ctx: RankContext, engine_name: str) -> str:
                 each.check(plan, number)
         if ctx.rank < last - 1:
             everyone.check(plans[0], 4)
-            return ""
+            return
         # The pair in the wrong order: one waits in the pair's call, the other in everyone's.
         pair.engine = pair.new_engine(DEADLINE_S)
         if ctx.rank != last:  # it does not come to the pair's call before the other has given up
@@ -150,18 +147,10 @@ def interleaved_on_rank(ctx: RankContext, engine_name: str) -> str:
         # Every further call of the pair's says so at once, and the other group still works.
         with pytest.raises(PeerError):
             pair.plan()
-        return str(caught.value)
-
-
-def test_two_groups_of_one_rank(pool: RankPool, engine_name: str) -> None:
-    """Plans of both are alive, calls alternate; ranks that differ in the order of them end it."""
-    *others, first, second = pool.run(interleaved_on_rank, engine_name)
-    assert set(others) <= {""}
-    assert "rank 0 of 2: no answer from the other ranks" in first
-    assert "in plan, call" in first
-    assert "rank 1 gave up" in first
-    assert "rank 1 of 2: no answer from the other ranks" in second
-    assert "rank 0 did not come" in second
+    text, waits_first = str(caught.value), ctx.rank == last
+    assert f"rank {int(waits_first)} of 2: no answer from the other ranks" in text
+    assert ("rank 0 did not come" if waits_first else "rank 1 gave up") in text
+    assert waits_first or "in plan, call" in text
 
 
 def goes_on_on_rank(ctx: RankContext, engine_name: str) -> list[str]:
