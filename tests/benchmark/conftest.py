@@ -16,3 +16,8 @@ def two_ranks() -> Iterator[RankPool]:
     pool = PatientPool(2, prepare=import_megatron_on_cpu)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def ctx(two_ranks: RankPool) -> RankPool:
+    return two_ranks

@@ -98,31 +98,37 @@ def overwrite_rows(dispatcher: Any) -> None:
     dispatcher.dispatch_postprocess, dispatcher.combine_preprocess = keep, overwrite
 
 
-def two_subjects_on_rank(context: RankContext) -> list[Any]:
+def test_layers_share_weights_and_free_them(ctx: RankContext) -> None:
     """Two subjects of one run share weights, are timed in turns, and free the weights.
 
     This package's experts tell the hooks that they have added their gradients, and Megatron's, on a
     CPU, leave it to the hooks.
     """
-    workload = Workload(CASES["fp32"], context.rank, FFN)
-    both = [prepared_on(context, name, workload) for name in (LAYERS[0], GROUPED)]
+    workload = Workload(CASES["fp32"], ctx.rank, FFN)
+    both = [prepared_on(ctx, name, workload) for name in (LAYERS[0], GROUPED)]
+    kinds = [type(prepared._layer.experts).__name__ for prepared in both]
+    assert kinds == ["SequentialMLP", "GroupedLocalExperts"]
     pairs = zip(*(prepared._layer.parameters() for prepared in both), strict=True)
-    found: list[Any] = [[type(prepared._layer.experts).__name__ for prepared in both]]
-    found += [all(a is b for a, b in pairs), [prepared.shared_bytes for prepared in both]]
-    layer, received = both[0]._shared.module, model.received_rows(workload, context.rank)
-    timer = Timer(context.group, "cpu")
+    assert all(a is b for a, b in pairs)
+    # Router, and in each of four experts fc1 (its output is gated: twice as wide) and fc2.
+    num_weights = 8 * 32 + 4 * (2 * FFN * 32 + 32 * FFN)
+    # Weights in fp32, and as much of gradients.
+    assert [prepared.shared_bytes for prepared in both] == [0, 8 * num_weights]
+    layer, received = both[0]._shared.module, model.received_rows(workload, ctx.rank)
+    timer = Timer(ctx.group, "cpu")
     for clock in [prepared.clock(timer) for prepared in both] * 2:
         clock()  # what main_grads hold after each round is one pass's
         main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
         expected = model.expert_gradients(layer, received)
-        found.append(model.results_problem(workload, context.rank, main_grads, expected, 1))
-    found += [prepared.problem() for prepared in both]
+        problem = model.results_problem(workload, ctx.rank, main_grads, expected, 1)
+        assert problem is None, problem
+    assert [prepared.problem() for prepared in both] == [None, None]
     del layer, main_grads
     for prepared in both:
-        found.append(len(workload.shared))
+        assert len(workload.shared) == 1
         prepared.close()
     gc.collect()
-    return [*found, len(workload.shared)]
+    assert len(workload.shared) == 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,15 +167,6 @@ def test_rows_that_do_not_fit_are_no_result(two_ranks: RankPool) -> None:
     """20 tokens of 2 ranks with 3 experts each: a rank receives 60 rows on average."""
     problems = two_ranks.run(check_on_rank, f"{GROUPED}:static", "bf16", "none", 64)
     assert "did not fit into 64 received rows and were dropped" in str(problems)
-
-
-def test_layers_share_weights_and_free_them(two_ranks: RankPool) -> None:
-    # Router, and in each of four experts fc1 (its output is gated: twice as wide) and fc2.
-    num_weights = 8 * 32 + 4 * (2 * FFN * 32 + 32 * FFN)
-    for found in two_ranks.run(two_subjects_on_rank):
-        # Weights in fp32, and as much of gradients.
-        assert found[:3] == [["SequentialMLP", "GroupedLocalExperts"], True, [0, 8 * num_weights]]
-        assert found[3:] == [None] * 6 + [1, 1, 0]
 
 
 def test_blocks() -> None:
