@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,16 +187,6 @@ def test_all_nodes_are_told_of_a_wrong_argument(ctx: RankContext) -> None:
     assert list(rows.shape) == [[4, 16], [0, 16], [0, 16], [4, 16]][ctx.rank]
 
 
-class Failed:
-    """What engines of a group share, after a wait on its device that passed its deadline."""
-
-    def check(self) -> None:
-        raise PeerError("rank 1 did not come in dispatch")
-
-    def close(self) -> None:
-        pass
-
-
 def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(ctx: RankContext) -> None:
     """The group of a node's ranks is not in torch's list, so only this engine checks it."""
     with grid(ctx):
@@ -203,7 +194,8 @@ def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(ctx: RankCon
         assert isinstance(engine, hierarchical.HierarchicalEngine)
         group = EpGroup.of(ctx.group)
         group.check()
-        engine._grid.local.share("planted", Failed)
+        failed = {"check.side_effect": PeerError("rank 1 did not come in dispatch")}
+        engine._grid.local.share("planted", lambda: mock.Mock(("check", "close"), **failed))
         with pytest.raises(PeerError, match="rank 1 did not come in dispatch"):
             group.check()
 

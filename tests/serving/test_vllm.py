@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import stand_in
@@ -146,16 +147,6 @@ def test_a_layers_output(ctx: RankContext, kind: str, reduces: bool, is_async: b
         assert torch.equal(output.float(), expected(x, assignments, weights)), f"batch {number}"
 
 
-class Failed:
-    """Belongs to the group as what native engines share does; its kernels have failed."""
-
-    def check(self) -> None:
-        raise PeerError("rank 0 of 2: rank 1 did not come in low-latency combine")
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
 def test_a_failure_is_raised_before_tokens_are_sampled(ctx: RankContext) -> None:
     """Layers in CUDA graphs call nothing of the pair: without the check, tokens made of NaN were
     served.
@@ -165,7 +156,8 @@ def test_a_failure_is_raised_before_tokens_are_sampled(ctx: RankContext) -> None
 
     group = EpGroup.of(ctx.group)
     pairs.check()
-    group.share("device", Failed)
+    failed = {"check.side_effect": PeerError("rank 1 did not come in low-latency combine")}
+    group.share("device", lambda: mock.Mock(("check", "close"), **failed))
     with pytest.raises(PeerError, match="rank 1 did not come in low-latency combine"):
         pairs.check()
     group.release("device", timeout_s=60)

@@ -318,16 +318,6 @@ class NoPinnedMemory(torch.overrides.TorchFunctionMode):
         return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
 
 
-class Planted:
-    """What engines share, with a failure on the device that no call has raised yet."""
-
-    def check(self) -> None:
-        raise PeerError("planted")
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
 @pytest.mark.since("0.18")
 def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> None:
     """A step that is a CUDA graph makes tokens of NaN when a rank does not come."""
@@ -360,7 +350,9 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
         context_of(layer.config, 144)
 
     group = EpGroup.of(layer.ep_group)
-    group.share("planted", Planted)
+    # With a failure on the device that no call has raised yet.
+    failed = {"check.side_effect": PeerError("planted")}
+    group.share("planted", lambda: mock.Mock(("check", "close"), **failed))
     with pytest.raises(PeerError, match="planted"):
         context.update_requests()
     other = context_of(make_inference_config(InferenceCase("nccl", options=graphs)), 144)
