@@ -38,7 +38,7 @@ from megatron_ncclep.libraries.search import Library
 from megatron_ncclep.ranks import nodes
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 NUM_RANKS = 3
 
@@ -299,12 +299,6 @@ def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[
     assert found == ("native", "requested by name")
 
 
-def unavailable_on_rank(ctx: RankContext) -> str:
-    with pytest.raises(EngineUnavailableError) as caught:
-        create_engine(ctx.group, 4 * ctx.num_ranks, EpConfig(engine="native"))
-    return str(caught.value)
-
-
 @pytest.mark.skipif(
     extension.unavailable_reason() is not None,
     reason=f"nothing to call: {extension.unavailable_reason()}",
@@ -337,11 +331,12 @@ print(caps.max_tokens, caps.max_top_k, caps.max_local_experts, caps.low_latency_
 
 
 @pytest.mark.cpu_only  # with GPUs there is nothing in the way
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_without_gpus(pool: RankPool, num_ranks: int) -> None:
+@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2)])
+def test_without_gpus(ctx: RankContext, n: int) -> None:
     """In processes, over gloo."""
-    for text in pool.run(unavailable_on_rank, ranks=num_ranks):
-        assert "it needs GPUs and a process group with the nccl backend" in text
+    words = "it needs GPUs and a process group with the nccl backend"
+    with pytest.raises(EngineUnavailableError, match=words):
+        create_engine(ctx.group, 4 * n, EpConfig(engine="native"))
 
 
 # --- what the ranks find together ----------------------------------------------------------------

@@ -32,7 +32,7 @@ from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
@@ -314,14 +314,20 @@ def log_lines() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str, list[str]]:
+@pytest.mark.needs_ranks(2)
+@pytest.mark.parametrize(
+    ("obstacle", "rank"),
+    [(obstacle, rank) for obstacle, (ranks, *_) in IN_THE_WAY.items() for rank in ranks],
+)
+def test_all_ranks_share_memory_or_none_does(ctx: RankContext, obstacle: str, rank: int) -> None:
+    """Ranks of one node went over the process group in silence, a hundred times as slow."""
     mine = torch.tensor([ctx.rank, 10 * ctx.rank])
     ranks = list(range(ctx.num_ranks))
     expected = [[r, 10 * r] for r in ranks]
     with new_group(ctx) as group:
         before = open_files()
         with ExitStack() as stack, log_lines() as lines:
-            if ctx.rank == rank % ctx.num_ranks:
+            if ctx.rank == (rank := rank % ctx.num_ranks):
                 stack.enter_context(IN_THE_WAY[obstacle][1]())
             for _ in range(2):
                 assert group.gather(mine, "test", LONG_S).tolist() == expected
@@ -336,22 +342,10 @@ def link_on_rank(ctx: RankContext, rank: int, obstacle: str) -> tuple[bool, str,
         again = EpGroup.of(process_group)  # which is open, and chooses again
         assert again.gather(mine, "test", LONG_S).tolist() == expected
         assert again._link._memory is not None
-    return uses_memory, problems, lines
-
-
-@pytest.mark.needs_ranks(2)
-@pytest.mark.parametrize(
-    ("obstacle", "rank"),
-    [(obstacle, rank) for obstacle, (ranks, *_) in IN_THE_WAY.items() for rank in ranks],
-)
-def test_all_ranks_share_memory_or_none_does(pool: RankPool, obstacle: str, rank: int) -> None:
-    """Ranks of one node went over the process group in silence, a hundred times as slow."""
-    answers = pool.run(link_on_rank, rank, obstacle)
-    for one, (uses_memory, problems, lines) in enumerate(answers):
-        assert (uses_memory, problems) == (obstacle == "nothing", "rank 1: too large")
-        assert len(lines) == (one == 0 and obstacle != "nothing"), lines  # once
-        said = IN_THE_WAY[obstacle][2].format(rank=rank % pool.size)
-        assert all(said in line and "over the process group" in line for line in lines), lines
+    assert (uses_memory, problems) == (obstacle == "nothing", "rank 1: too large")
+    assert len(lines) == (ctx.rank == 0 and obstacle != "nothing"), lines  # once
+    said = IN_THE_WAY[obstacle][2].format(rank=rank)
+    assert all(said in line and "over the process group" in line for line in lines), lines
 
 
 def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(

@@ -69,15 +69,14 @@ def build(engine: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
+def megatron_pool() -> Iterator[RankPool]:
     """Two processes in which nothing else runs."""
     pool = PatientPool(RANKS, "gloo", prepare=import_megatron_on_cpu)
     yield pool
     pool.close()
 
 
-def other_groups_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[Any]]:
-    """Each model has its own process groups; returns what grew, and how windows were closed."""
+def test_models_with_groups_of_their_own(ctx: RankContext) -> None:
     os.environ["NCCLEP_LOCAL_RANKS"] = "1"  # the engine makes a process group for each node, too
     from megatron.core import parallel_state
 
@@ -98,20 +97,12 @@ def other_groups_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[Any]]:
         ):
             layers[0](torch.randn(4, 4, layers[0].config.hidden_size))
         del layers, group
-    return growth(seen), Windows.ends
+    assert Windows.ends == [(number, "close") for number in range(MODELS + 1)], Windows.ends
+    assert growth(seen) == {}, growth(seen)
 
 
-def test_models_with_groups_of_their_own(pair: RankPool) -> None:
-    for grown, ends in pair.run(other_groups_on_rank):
-        assert ends == [(number, "close") for number in range(MODELS + 1)]
-        assert grown == {}
-
-
-def same_groups_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[int]]:
-    """All models have the same groups; returns what grew, and the layers in each exchange.
-
-    Rank 0 lets go of a model when it has built the next one, rank 1 before.
-    """
+def test_models_over_the_same_groups(ctx: RankContext) -> None:
+    """Rank 0 lets go of a model when it has built the next one, rank 1 before."""
     os.environ.pop("NCCLEP_LOCAL_RANKS", None)
     initialize(RANKS)
     seen, exchanged = [], []
@@ -130,17 +121,15 @@ def same_groups_on_rank(ctx: RankContext) -> tuple[dict[str, Any], list[int]]:
     megatron_ncclep.close()
     megatron_ncclep.close()
     assert mapped() == 0
-    return growth(seen), exchanged
+    assert exchanged == [LAYERS] * MODELS, exchanged  # layers in each exchange
+    assert growth(seen) == {}, growth(seen)
 
 
-def test_models_over_the_same_groups(pair: RankPool) -> None:
-    for grown, exchanged in pair.run(same_groups_on_rank):
-        assert exchanged == [LAYERS] * MODELS
-        assert grown == {}
+def test_a_rank_that_does_not_come_keeps_nobody(ctx: RankContext) -> None:
+    """After a failure of one rank the others free their own part, within the deadline.
 
-
-def left_alone_on_rank(ctx: RankContext) -> list[Any]:
-    """Rank 0 comes to no close; returns what rank 1 did and said, and that both can go on."""
+    Rank 0 comes to no close; both can go on.
+    """
     config = EpConfig(engine="reference", timeout_s=LONG_S)
     engine = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
     group = EpGroup.of(ctx.group)
@@ -163,7 +152,10 @@ def left_alone_on_rank(ctx: RankContext) -> list[Any]:
     again = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
     plan = again.plan(torch.zeros(1, 1, dtype=torch.int64))
     megatron_ncclep.close(ctx.group)
-    return [plan.num_rows, Windows.ends, *(call.args[0].getMessage() for call in said.mock_calls)]
+    assert plan.num_rows == (RANKS if ctx.rank == 0 else 0)
+    assert Windows.ends == [(0, "abort")], Windows.ends
+    (line,) = (call.args[0].getMessage() for call in said.mock_calls)
+    assert f"rank {ctx.rank} of {RANKS} of an expert-parallel group: closed without" in line, line
 
 
 @pytest.mark.alone
@@ -200,12 +192,3 @@ def test_groups_are_closed_before_megatron_forgets_its_own(ctx: RankContext, how
     parallel_state.destroy_model_parallel()  # nothing is left to close
     megatron_ncclep.close(other)
     assert ended[1:] == [("close", False)]
-
-
-def test_a_rank_that_does_not_come_keeps_nobody(pair: RankPool) -> None:
-    """After a failure of one rank the others free their own part, within the deadline."""
-    for rank, (num_rows, ends, *said) in enumerate(pair.run(left_alone_on_rank)):
-        assert num_rows == (RANKS if rank == 0 else 0)
-        assert ends == [(0, "abort")]
-        (line,) = said
-        assert f"rank {rank} of {RANKS} of an expert-parallel group: closed without" in line
