@@ -79,12 +79,13 @@ class ForkServer:
         store = Store()
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder, str(rank)) for rank in range(num_ranks)]
-            self._send({
+            job = {
                 "function": function,
                 "arguments": list(arguments),
                 "outputs": [str(path) for path in outputs],
                 "environment": {**store.variables(num_ranks), **environment},
-            })  # fmt: skip
+            }
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
             processes = self._receive(timeout)
             codes = self._receive(timeout)
             hung: list[int] = []
@@ -107,9 +108,6 @@ class ForkServer:
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
-
-    def _send(self, job: dict[str, Any]) -> None:
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
 
     def _receive(self, timeout: float) -> Any:
         """The next answer, or None if none comes in time."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -270,7 +269,3 @@ def main(backend: str, engine_name: str, name: str) -> None:
             # torch aborts a process whose interpreter ends while a thread of gloo still holds the
             # tensors of the last collective (https://github.com/pytorch/pytorch/pull/179291).
             time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
