@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from contract_cases import caps_of, contract_cases, for_engine
+from fixtures import closed
 from imports import import_dynamo
 from left_out import (  # noqa: F401  (hooks of pytest)
     leave_out,
@@ -31,8 +33,7 @@ from megatron_ncclep.libraries import search
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.pool import RankPool
 
-TESTS = Path(__file__).parent
-GPU_TESTS = TESTS / "gpu"
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 
 MARKERS = """
@@ -46,6 +47,7 @@ for docs/support.md (scripts/support.py)
 refuses(option, ..., words=...): options that are refused, and why, for docs/support.md
 any_python(reason): left out before Python 3.12, whose run shows as much, and listed
 each_release: runs with every supported release of Megatron-Core (--megatron)
+alone: `ctx` is the only rank of its job
 ranks(n): `ctx` is one of n ranks, instead of all that the pool has
 limit_s(seconds): time that ranks have for a test, instead of 240 seconds
 since(release): left out with older releases of Megatron-Core
@@ -244,19 +246,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("engine_name", names)
 
 
-@pytest.fixture(scope="session")
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.config.getoption("--backend")
+def value_of(option: str) -> Any:
+    """A fixture of an option's value."""
+
+    @pytest.fixture(scope="session")
+    def value(request: pytest.FixtureRequest) -> Any:
+        return request.config.getoption(option)
+
+    return value
 
 
-@pytest.fixture(scope="session")
-def iterations(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--iterations")
-
-
-@pytest.fixture(scope="session")
-def seed(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--seed")
+backend, hosts, iterations, seed = map(value_of, ("backend", "hosts", "iterations", "seed"))
 
 
 @pytest.fixture(scope="session")
@@ -264,17 +264,8 @@ def rank_counts(request: pytest.FixtureRequest) -> list[int]:
     return chosen_ranks(request.config)
 
 
-@pytest.fixture(scope="session")
-def trainer() -> Iterator[Trainer]:
-    """What runs `ncclep train` on a CPU."""
-    trainer = Trainer()
-    yield trainer
-    trainer.close()
-
-
-@pytest.fixture(scope="session")
-def hosts(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--hosts")
+# What runs `ncclep train` on a CPU.
+trainer = closed(Trainer)
 
 
 @pytest.fixture(scope="session")
@@ -291,3 +282,14 @@ def pool(backend: str, rank_counts: list[int], hosts: int) -> Iterator[RankPool]
 def ctx(pool: RankPool) -> RankPool:
     """The pool on whose ranks the test runs (tests/on_ranks.py); some folders have their own."""
     return pool
+
+
+@pytest.fixture
+def process_group() -> Iterator[dist.ProcessGroup]:
+    """A group of one rank, this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None  # just made
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

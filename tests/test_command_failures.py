@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
 
@@ -131,11 +131,7 @@ def run_script(script: str, how: str) -> int:
     return 0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("test_command_failures")
-    yield server
-    server.close()
+server = closed(lambda: ForkServer("test_command_failures"), "module")
 
 
 @pytest.mark.parametrize("how", ["alone", "ncclep run"])

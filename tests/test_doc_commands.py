@@ -15,13 +15,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import parsed_models
 import pytest
 import small_job
+from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
 
@@ -106,12 +107,12 @@ def run_program(code: str) -> None:
     exec(compile(code, "program", "exec"), {"__name__": "__main__"})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    serving = str(ROOT / "tests" / "serving")
-    server = ForkServer("test_doc_commands:prepare", [serving], NCCLEP_AUTOLOAD="0")
-    yield server
-    server.close()
+server = closed(
+    lambda: ForkServer(
+        "test_doc_commands:prepare", [str(ROOT / "tests" / "serving")], NCCLEP_AUTOLOAD="0"
+    ),
+    "module",
+)
 
 
 # --- rules: how a command is run, by its first word ------------------------------------

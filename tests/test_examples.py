@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
 
@@ -25,11 +25,7 @@ def be_rank(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("imports:import_megatron")
-    yield server
-    server.close()
+server = closed(lambda: ForkServer("imports:import_megatron"), "module")
 
 
 def blocks(markdown: str) -> list[str]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from fixtures import closed
 from imports import import_megatron_on_cpu
 from patience import PatientPool
 
 from megatron_ncclep.ranks.pool import RankPool
 
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    pool = PatientPool(2, prepare=import_megatron_on_cpu)
-    yield pool
-    pool.close()
+two_ranks = closed(lambda: PatientPool(2, prepare=import_megatron_on_cpu))
 
 
 @pytest.fixture

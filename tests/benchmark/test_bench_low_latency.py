@@ -22,14 +22,12 @@ SHAPE = Shape("small", tokens=5, hidden=16, experts=4, top_k=2)
 
 
 @pytest.fixture
-def prepared() -> Iterator[LowLatencySubject]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def prepared(process_group: dist.ProcessGroup) -> Iterator[LowLatencySubject]:
     setting = Setting(0, 1, "cpu", 60.0, lambda: dist.new_group([0]))
     made = LowLatencySubject("reference", setting, Workload(SHAPE.case(1, "cpu"), 0))
     yield made
     made.close()
-    EpGroup.of(dist.group.WORLD).close()
-    dist.destroy_process_group()
+    EpGroup.of(process_group).close()
 
 
 def swap(rows: torch.Tensor) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import slurm_cluster
+from fixtures import closed
 from left_out import leave_out
 from slurm_cluster import SlurmCluster
 
@@ -16,8 +15,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     leave_out(config, items, dict.fromkeys(needing, reason or ""))
 
 
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmCluster]:
-    cluster = SlurmCluster()
-    yield cluster
-    cluster.close()
+slurm = closed(SlurmCluster)

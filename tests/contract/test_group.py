@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +27,6 @@ from megatron_ncclep.ranks.group import EpGroup
 DEADLINE_S = patient(60.0)
 # Each test has groups of this process alone: with GPUs nothing of them would differ.
 pytestmark = pytest.mark.cpu_only
-
-
-@pytest.fixture
-def process_group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None  # just made
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 class Thing:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import psutil
 import pytest
 import torch.distributed as dist
+from fixtures import closed
 from patience import patient
 
 from megatron_ncclep.ranks.group import EpGroup
@@ -55,11 +56,7 @@ def meet(ctx: RankContext) -> bytes:
     return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, prepare=prepare)
-    yield pool
-    pool.close()
+pool = closed(lambda: RankPool(2, prepare=prepare), "module")
 
 
 def test_ranks_are_forks_of_one_process(pool: RankPool) -> None:

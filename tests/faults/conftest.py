@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
 from rank import FAULTS, LONG_S
@@ -32,11 +33,7 @@ def num_ranks(backend: str, rank_counts: list[int]) -> int:
     return rank_counts[-1] if backend != "gloo" else min(rank_counts[-1], 3)
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("rank")
-    yield server
-    server.close()
+server = closed(lambda: ForkServer("rank"))
 
 
 @pytest.fixture

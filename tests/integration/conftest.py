@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from fixtures import closed
 from imports import import_megatron_on_cpu
 from patience import PatientPool
 
@@ -14,24 +13,14 @@ from megatron_ncclep.ranks.pool import RankPool
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: `ctx` is the only rank of its job")
+def pool_of(num_ranks: int) -> RankPool:
+    """Processes of their own: Megatron on a CPU needs patches that last."""
+    return PatientPool(num_ranks, environment=ENVIRONMENT, prepare=import_megatron_on_cpu)
 
 
-@pytest.fixture(scope="session")
-def megatron_pool() -> Iterator[RankPool]:
-    """Four processes of their own: Megatron on a CPU needs patches that last."""
-    pool = PatientPool(4, "gloo", environment=ENVIRONMENT, prepare=import_megatron_on_cpu)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def lone_rank() -> Iterator[RankPool]:
-    """One such process, which is a job."""
-    pool = PatientPool(1, "gloo", environment=ENVIRONMENT, prepare=import_megatron_on_cpu)
-    yield pool
-    pool.close()
+megatron_pool = closed(lambda: pool_of(4))
+# One such process, which is a job.
+lone_rank = closed(lambda: pool_of(1))
 
 
 @pytest.fixture

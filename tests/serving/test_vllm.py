@@ -5,7 +5,7 @@ vLLM is not installed where these tests run: stand_in.py is as much of vLLM 0.26
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 import stand_in
 import torch
+from fixtures import closed
 from patience import PatientPool
 
 from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 NUM_LOCAL, TOP_K, HIDDEN, MAX_TOKENS = 3, 2, 512, 6
 BLOCK = [128, 128]
@@ -28,12 +29,8 @@ FP8 = SimpleNamespace(
 )
 
 
-@pytest.fixture(scope="module")
-def ctx() -> Iterator[RankPool]:
-    """Two ranks, on which the tests run (tests/on_ranks.py)."""
-    pool = PatientPool(2, folders=[str(Path(__file__).parent)])
-    yield pool
-    pool.close()
+# Two ranks, on which the tests run (tests/on_ranks.py).
+ctx = closed(lambda: PatientPool(2, folders=[str(Path(__file__).parent)]), "module")
 
 
 class Experts:

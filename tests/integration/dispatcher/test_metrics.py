@@ -190,9 +190,5 @@ def test_ranges_have_the_names_of_the_steps(
 
 
 @pytest.fixture
-def single() -> Any:
-    """The group of one rank in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield EpGroup.of(dist.group.WORLD)
-    dist.destroy_process_group()
+def single(process_group: dist.ProcessGroup) -> EpGroup:
+    return EpGroup.of(process_group)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures import closed
 from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
 from patience import PatientPool, patient
@@ -28,7 +28,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import GroupClosedError, PeerError
 from megatron_ncclep.metrics import Metrics
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from megatron_ncclep.ranks.pool import RankContext
 
 LAYERS, RANKS, MODELS = 2, 2, 8
 LONG_S = patient(60)
@@ -68,12 +68,8 @@ def build(engine: str) -> list[Any]:
     return layers
 
 
-@pytest.fixture(scope="module")
-def megatron_pool() -> Iterator[RankPool]:
-    """Two processes in which nothing else runs."""
-    pool = PatientPool(RANKS, "gloo", prepare=import_megatron_on_cpu)
-    yield pool
-    pool.close()
+# Two processes in which nothing else runs.
+megatron_pool = closed(lambda: PatientPool(RANKS, "gloo", prepare=import_megatron_on_cpu), "module")
 
 
 def test_models_with_groups_of_their_own(ctx: RankContext) -> None:

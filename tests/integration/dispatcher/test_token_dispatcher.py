@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +83,7 @@ class EngineFarAway:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def make(monkeypatch: pytest.MonkeyPatch, process_group: dist.ProcessGroup) -> Callable[..., Any]:
     """Makes a dispatcher, in a registry with an engine that honours every option."""
     fields = frozenset(field.name for field in dataclasses.fields(EpConfig))
     caps = dataclasses.replace(engines.ENGINES["reference"].caps, options=fields)
@@ -99,15 +99,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         kind = EngineFarAway if name == "far" else build
         entry = engines.EngineEntry(limited, kind, lambda group, config, num_experts: None)
         monkeypatch.setitem(engines.ENGINES, name, entry)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def make(
         ncclep: EpConfig | None = None, pads: bool = True, slices: int = 1, **counts: bool
     ) -> Any:
         from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
-        group = dist.group.WORLD
-        assert group is not None  # just made
+        group = process_group
         if ncclep is not None and ncclep.engine == "far":
             EpGroup.of(group).device = torch.device("meta")
         config = SimpleNamespace(
@@ -121,10 +119,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         experts = list(range(NUM_EXPERTS))
         return NcclEpTokenDispatcher(NUM_EXPERTS, experts, config, groups, **counts)
 
-    try:
-        yield make
-    finally:
-        dist.destroy_process_group()
+    return make
 
 
 @pytest.mark.parametrize("by_environment", [False, True])

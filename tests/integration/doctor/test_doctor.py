@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
 
@@ -50,11 +51,10 @@ def be_doctor(code: str, output: str, *arguments: str) -> int:
         return main(["doctor", *arguments])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("test_doctor:prepare", [str(Path(__file__).parent)], NCCLEP_AUTOLOAD="0")
-    yield server
-    server.close()
+server = closed(
+    lambda: ForkServer("test_doctor:prepare", [str(Path(__file__).parent)], NCCLEP_AUTOLOAD="0"),
+    "module",
+)
 
 
 @pytest.fixture
