@@ -18,7 +18,7 @@ from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
-from megatron_ncclep.engines.native.engine import OVER_DOMAINS
+from megatron_ncclep.engines.native.engine import CAPS_OVER_DOMAINS
 from megatron_ncclep.testing.cases import Case, ignored_options, refusal
 
 # The limits that show when an engine is made for a group,
@@ -52,12 +52,10 @@ def local_ranks() -> int | None:
 
 def caps_of(engine_name: str, num_ranks: int | None = None) -> EngineCaps:
     """The caps of the engine in a group of `num_ranks`; None: of more than a host has."""
-    caps = ENGINES[engine_name].caps
     most = os.environ.get(LOCAL_RANKS)  # on GPUs, where hosts are NVLink domains
     is_whole = most is None or (num_ranks is not None and num_ranks <= int(most))
-    return (
-        caps if is_whole or engine_name != "native" else dataclasses.replace(caps, **OVER_DOMAINS)
-    )
+    is_over_domains = engine_name == "native" and not is_whole
+    return CAPS_OVER_DOMAINS if is_over_domains else ENGINES[engine_name].caps
 
 
 def config_of(case: Case, engine: str = "reference") -> EpConfig:

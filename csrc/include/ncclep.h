@@ -192,7 +192,8 @@ NCCLEP_API ncclepResult_t ncclepGroupReserve(ncclepGroup_t group, const ncclepSh
 
 /* Starts a call: sets the deadline of what is queued from now on, and says whether the windows hold
  * `shape` (NULL: any do).  Does not wait.
- * ncclepRemoteError: the group has failed; see ncclepGroupGetFailure. */
+ * ncclepRemoteError: the group has failed; see ncclepGroupGetFailure.  The deadline is set even
+ * then. */
 NCCLEP_API ncclepResult_t ncclepGroupBegin(ncclepGroup_t group, double timeout_s,
                                            const ncclepShape_t* shape, int* fits);
 

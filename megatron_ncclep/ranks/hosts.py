@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.exchange import DYING_S, HostLink
-from megatron_ncclep.ranks.torch_group import TorchGroup, bytes_of
+from megatron_ncclep.ranks.torch_group import TEXT_BYTES, TorchGroup, bytes_of
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
 # Phase, call, state, payload; length and hash of the values' text.  The same size for every call,
 # so that ranks in different calls can still read each other's messages.
 HASH_BYTES = 8
 MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
-TEXT_BYTES = 1024
 # Bits of a rank's state in a call: it has a problem with it; it has refused an earlier one.
 HAS_PROBLEM, HAS_REFUSED = 1, 2
 # Calls in which ranks that have refused one take part.
@@ -189,11 +188,9 @@ class Hosts(TorchGroup):
             PeerError: ranks are in different calls for another reason.
         """
         what = f"{phase}, exchanging why a call was refused"
-        texts = self.exchange_padded(
-            self._own_refusal.encode()[:TEXT_BYTES], TEXT_BYTES, what, timeout_s
-        )
+        texts = self._exchange_texts(self._own_refusal, what, timeout_s)
         if not is_fresh:
-            raise RefusedError(next(text for text in texts if text).decode(errors="ignore"))
+            raise RefusedError(next(filter(None, texts)))
         if all(PHASES[row[0]] in FRESH_PHASES for row in theirs):
             raise PeerError(different_calls(_where(theirs)))
 
@@ -282,13 +279,17 @@ class Hosts(TorchGroup):
             one text, the same on every rank; empty when no rank has a problem.  A problem that all
             ranks have appears once.
         """
-        mine = (problem or "").encode()[:TEXT_BYTES]
-        what = f"{phase}, exchanging error messages"
-        theirs = self.exchange_padded(mine, TEXT_BYTES, what, timeout_s)
-        texts = [text.decode(errors="ignore") for text in theirs]
+        texts = self._exchange_texts(
+            problem or "", f"{phase}, exchanging error messages", timeout_s
+        )
         if self.size > 1 and len(set(texts)) == 1:
             return texts[0]
         return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
+
+    def _exchange_texts(self, mine: str, what: str, timeout_s: float) -> list[str]:
+        """Exchange texts, of which the first `TEXT_BYTES` bytes go; by rank.  Collective."""
+        theirs = self.exchange_padded(mine.encode()[:TEXT_BYTES], TEXT_BYTES, what, timeout_s)
+        return [text.decode(errors="ignore") for text in theirs]
 
 
 def _where(messages: list[tuple[Any, ...]]) -> str:

@@ -18,8 +18,8 @@ from megatron_ncclep.ranks.exchange import DYING_S
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
-# Bytes of a message that there is room for from the first exchange on: an error's text.
-ROOM_BYTES = 1024
+# Most bytes of an error's text; there is room for one from the first exchange on.
+TEXT_BYTES = 1024
 # Seconds for NCCL to abort a communicator.
 ABORT_S = 5.0
 _CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ class TorchGroup:
         """
         size = (self.size + 1) * num_bytes
         if self._room is None or len(self._room) < size:
-            at_least = (self.size + 1) * ROOM_BYTES
+            at_least = (self.size + 1) * TEXT_BYTES
             self._room = torch.empty(max(size, at_least), dtype=torch.uint8, device=self.device)
         return self._room[:size]
 

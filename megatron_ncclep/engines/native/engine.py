@@ -1,4 +1,4 @@
-"""This project's own engine: kernels on NCCL's windows, for ranks in one NVLink domain.
+"""This project's own engine: kernels on NCCL's windows, within and between NVLink domains.
 
 The kernels are in `csrc/native/`.  This module allocates results and queues the kernels; what
 precedes each call on the host is in `megatron_ncclep/engines/native/host_protocol.py`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
 import torch
 
@@ -45,8 +44,8 @@ CAPS = EngineCaps(
     compares_on_device=True,
     low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
 )
-# What differs for ranks in several NVLink domains.
-OVER_DOMAINS: dict[str, Any] = {"reduction": NODE_SUMS_ROUNDED}
+# Of ranks in several NVLink domains.
+CAPS_OVER_DOMAINS = dataclasses.replace(CAPS, reduction=NODE_SUMS_ROUNDED)
 
 
 class NativeEngine(HostProtocol):
@@ -81,7 +80,7 @@ class NativeEngine(HostProtocol):
         self._described: set[tuple[int, int]] = set()
         self.nodes = shared.domains
         if self.nodes.count > 1:
-            self.caps = dataclasses.replace(CAPS, **OVER_DOMAINS)
+            self.caps = CAPS_OVER_DOMAINS
             if group.rank == 0:
                 domains, ranks = self.nodes.count, self.nodes.ranks_on_each
                 text = f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
