@@ -41,8 +41,7 @@ def network(ctx: RankContext, fails: bool, fault: str = "") -> Iterator[tuple[An
         fails: at the end this rank gives them up, as after a failure, without the other ranks.
         fault: of this rank's link (tests/network/link.h).
     """
-    if fault:
-        os.environ["RMA_LOOP_FAULT"] = fault
+    set_fault(fault)
     native, group = extension.load(), EpGroup.of(ctx.group)
     try:
         communicator = communicator_of(group, START_S)
@@ -53,7 +52,7 @@ def network(ctx: RankContext, fails: bool, fault: str = "") -> Iterator[tuple[An
             rails.close()
             window.close()
     finally:
-        os.environ.pop("RMA_LOOP_FAULT", None)
+        set_fault("")
         group.close(alone=fails)
 
 
