@@ -97,11 +97,15 @@ std::optional<ncclepFailure_t> failure_of(const Group& group) {
   return failure;
 }
 
-std::uint32_t bad_ranks_of(const Group& group, bool forget, bool low_latency) {
-  std::uint32_t ranks = 0;
-  if (group.get() == nullptr) return 0;
-  check(ncclepGroupBadRoutings(group.get(), forget, low_latency ? nullptr : &ranks,
-                               low_latency ? &ranks : nullptr));
+std::vector<int> bad_ranks_of(const Group& group, bool forget, bool low_latency) {
+  std::vector<int> ranks;
+  if (group.get() == nullptr) return ranks;
+  std::uint32_t words[NCCLEP_MAX_RANKS / 32];
+  check(ncclepGroupBadRoutings(group.get(), forget, low_latency ? nullptr : words,
+                               low_latency ? words : nullptr));
+  for (int rank = 0; rank < NCCLEP_MAX_RANKS; ++rank) {
+    if (words[rank / 32] >> rank % 32 & 1) ranks.push_back(rank);
+  }
   return ranks;
 }
 
@@ -110,7 +114,7 @@ void bind_group(py::module_& module) {
       .def_readonly("num_rows", &ncclepPlanSizes_t::num_rows)
       .def_readonly("num_pairs", &ncclepPlanSizes_t::num_pairs)
       .def_readonly("num_assignments", &ncclepPlanSizes_t::num_assignments)
-      .def_readonly("bad_ranks", &ncclepPlanSizes_t::bad_ranks)
+      .def_readonly("first_bad_rank", &ncclepPlanSizes_t::first_bad_rank)
       .def_readonly("has_room", &ncclepPlanSizes_t::has_room);
   py::class_<ncclepFailure_t>(module, "GroupFailure")
       .def_property_readonly("reason",
@@ -281,7 +285,9 @@ void bind_descriptions(py::module_& module) {
       },
       "num_ranks"_a);
   module.attr("MAX_RANKS") = NCCLEP_MAX_RANKS;
+  module.attr("MAX_LOCAL_RANKS") = NCCLEP_MAX_LOCAL_RANKS;
   module.attr("MAX_EXPERTS") = NCCLEP_MAX_EXPERTS;
+  module.attr("MAX_LOCAL_EXPERTS") = NCCLEP_MAX_LOCAL_EXPERTS;
   module.attr("MAX_TOKENS") = NCCLEP_MAX_TOKENS;
   module.attr("MAX_TOP_K") = NCCLEP_MAX_TOP_K;
   module.attr("LOW_LATENCY_TOKENS") = NCCLEP_LOW_LATENCY_TOKENS;

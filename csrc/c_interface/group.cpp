@@ -13,6 +13,10 @@ using ncclep::Nccl;
 using ncclep::require;
 
 static_assert(NCCLEP_MAX_RANKS == native::kMaxRanks && NCCLEP_MAX_TOP_K == native::kMaxTopK);
+static_assert(NCCLEP_MAX_LOCAL_RANKS == native::kMaxLocalRanks &&
+              NCCLEP_MAX_LOCAL_EXPERTS == native::kMaxLocalExperts &&
+              NCCLEP_MAX_DOMAINS == native::kMaxDomains &&
+              NCCLEP_MAX_LOW_LATENCY_RANKS == native::kMaxLowLatencyRanks);
 static_assert(NCCLEP_MAX_TOKENS == native::kMaxTokens && NCCLEP_MAX_EXPERTS == native::kMaxExperts);
 static_assert(NCCLEP_LOW_LATENCY_TOKENS == native::kLowLatencyTokens);
 static_assert(sizeof(ncclepUniqueId_t) == sizeof(ncclep::NcclUniqueId));
@@ -152,8 +156,8 @@ ncclepResult_t ncclepGroupBadRoutings(ncclepGroup_t group, int forget, uint32_t*
                                       uint32_t* low_latency) {
   return guarded([&] {
     native::Group& of = group_at(group);
-    if (plans != nullptr) *plans = of.bad_ranks(forget != 0);
-    if (low_latency != nullptr) *low_latency = of.bad_low_latency(forget != 0);
+    if (plans != nullptr) of.bad_ranks(forget != 0, plans);
+    if (low_latency != nullptr) of.bad_low_latency(forget != 0, low_latency);
   });
 }
 

@@ -62,7 +62,7 @@ ncclepResult_t ncclepPlanWait(ncclepPlan_t plan, ncclepGroup_t group,
     made.num_rows = found->num_rows;
     made.num_pairs = found->num_pairs;
     made.num_assignments = found->num_assignments;
-    made.bad_ranks = found->bad_ranks;
+    made.first_bad_rank = found->first_bad_rank;
     made.has_room =
         found->num_pairs <= waited.max_pairs && found->num_assignments <= waited.max_assignments;
     *sizes = made;

@@ -41,8 +41,12 @@ extern "C" {
 #define NCCLEP_API __attribute__((visibility("default")))
 
 /* Limits. */
-#define NCCLEP_MAX_RANKS 32
-#define NCCLEP_MAX_EXPERTS 512        /* of the group */
+#define NCCLEP_MAX_RANKS 512
+#define NCCLEP_MAX_LOCAL_RANKS 32 /* of one NVLink domain */
+#define NCCLEP_MAX_DOMAINS 64     /* of NVLink */
+#define NCCLEP_MAX_LOW_LATENCY_RANKS 32
+#define NCCLEP_MAX_EXPERTS 4096       /* of the group */
+#define NCCLEP_MAX_LOCAL_EXPERTS 512  /* of a rank */
 #define NCCLEP_MAX_TOKENS 65536       /* of a rank */
 #define NCCLEP_MAX_TOP_K 32           /* assignments of a token */
 #define NCCLEP_MAX_ALIGNMENT 256      /* rows */
@@ -237,10 +241,10 @@ typedef struct {
  * stays failed: everything that kernels deliver is NaN from then on.  Destroy it on all ranks. */
 NCCLEP_API ncclepResult_t ncclepGroupGetFailure(ncclepGroup_t group, ncclepFailure_t* failure);
 
-/* The ranks whose routing was bad, one bit each, in static plans and in low-latency dispatches, as
- * far as the device has reported: an index that is not an expert, or one that a token names twice,
- * counted as not routed.  `forget` not 0 clears them; no work may be in flight then.  Either may be
- * NULL.
+/* The ranks whose routing was bad, in static plans and in low-latency dispatches, as far as the
+ * device has reported: an index that is not an expert, or one that a token names twice, counted as
+ * not routed.  Each is written as NCCLEP_MAX_RANKS / 32 words, rank r as bit r % 32 of word r / 32,
+ * or NULL.  `forget` not 0 clears them; no work may be in flight then.
  */
 NCCLEP_API ncclepResult_t ncclepGroupBadRoutings(ncclepGroup_t group, int forget, uint32_t* plans,
                                                  uint32_t* low_latency);
@@ -298,11 +302,11 @@ typedef struct {
   int64_t num_rows;        /* N, padding included */
   int64_t num_pairs;       /* (source rank, token) with assignments here */
   int64_t num_assignments; /* N without padding */
-  uint32_t bad_ranks; /* whose topk_idx named a nonexistent expert, or one twice; one bit each.  If
-                         not 0, the plan cannot be used */
+  int first_bad_rank; /* the lowest whose topk_idx named a nonexistent expert, or one twice: then
+                         the plan cannot be used; -1: none */
   int has_room;       /* whether the routes were received; 0: call ncclepPlanReceive */
 } ncclepPlanSizes_t;
-#define NCCLEP_PLAN_SIZES_INIT {sizeof(ncclepPlanSizes_t), 0, 0, 0, 0, 0}
+#define NCCLEP_PLAN_SIZES_INIT {sizeof(ncclepPlanSizes_t), 0, 0, 0, -1, 0}
 
 /* Elements of a plan's `routes`. */
 NCCLEP_API ncclepResult_t ncclepRoutesSize(ncclepGroup_t group, int64_t max_pairs,

@@ -15,9 +15,6 @@
 
 namespace ncclep::native {
 
-// Domains have 5 bits of a rank at most.
-constexpr int kMaxDomains = kMaxRanks;
-
 // What kernels use the network through (device/rails.cuh).
 struct Rails;
 

@@ -16,10 +16,14 @@ namespace ncclep::native {
 #define NCCLEP_BOTH
 #endif
 
-constexpr int kMaxRanks = 32;
+constexpr int kMaxLocalRanks = 32;  // of one NVLink domain: a lane, or a bit, for each
+constexpr int kMaxDomains = 64;
+constexpr int kMaxRanks = 512;
+constexpr int kMaxLowLatencyRanks = 32;  // a lane for each, too
 constexpr int kWarpSize = 32;
 constexpr int kMaxTopK = 32;
-constexpr int kMaxExperts = 512;
+constexpr int kMaxExperts = 4096;
+constexpr int kMaxLocalExperts = 512;  // of one rank
 constexpr int kMaxTokens = 65536;
 // Far longer than any row, and small enough that sizes of its pieces fit in int.
 constexpr int kMaxRowBytes = 1 << 30;
@@ -145,18 +149,24 @@ struct Control {
   }
 };
 
+// One bit for each rank.
+struct RankBits {
+  static constexpr int kWords = kMaxRanks / 32;
+  volatile std::uint32_t words[kWords];
+};
+
 // In mapped host memory: written by the device, polled by the host.
 struct Mailbox {
   // Of a plan that the host waits for, each with the host's ticket in the upper half: rows, pairs,
-  // assignments, and the ranks whose routing names an invalid expert, or one expert twice (one bit
-  // per rank).
+  // assignments, and 1 + the lowest rank whose routing names an invalid expert, or one expert
+  // twice; 0: none.
   volatile std::uint64_t sizes[4];
   // Likewise the rows of each expert's block.
-  volatile std::uint64_t rows_of_expert[kMaxExperts];
-  // The same rank bits of all plans that the host did not wait for, until it has read them.
-  volatile std::uint32_t bad_ranks;
+  volatile std::uint64_t rows_of_expert[kMaxLocalExperts];
+  // All such ranks, in the plans that the host did not wait for, until it has read them.
+  RankBits bad_ranks;
   // Likewise of low-latency dispatches.
-  volatile std::uint32_t bad_low_latency;
+  RankBits bad_low_latency;
   // Why the group has failed: the reason, the rank that caused it, and the phase; the calls of this
   // rank and that one, if they differ.  `failed_phase` is written last.
   std::uint32_t failed_reason;
@@ -182,16 +192,24 @@ struct State {
   unsigned int staged[kPhases];                 // CTAs that have staged their part of each phase
   unsigned int put_phases;  // phases of the current dispatch that were put to rail peers
   // Tokens of each domain, this rank's among its own, whose sums are done in the current combine.
-  unsigned int summed[kMaxRanks][kPhases];
+  unsigned int summed[kMaxDomains][kPhases];
+};
+
+// One window of each rank of this NVLink domain.
+struct DomainWindows {
+  char* of_place[kMaxLocalRanks];
+  int first_rank;
+
+  NCCLEP_BOTH char* operator[](int rank) const { return of_place[rank - first_rank]; }
 };
 
 // Passed to every kernel of a group.
 struct KernelContext {
   Control control;
   int rank;
-  char* control_of[kMaxRanks];  // control windows, by rank; null for ranks of other domains
-  char* rows_of[kMaxRanks];     // row windows, likewise: two halves for dispatch, then combine's
-  std::size_t dispatch_bytes;   // of one half
+  DomainWindows control_of;    // by rank
+  DomainWindows rows_of;       // likewise: two halves for dispatch, then combine's
+  std::size_t dispatch_bytes;  // of one half
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;

@@ -163,7 +163,7 @@ class FakeExtension(Fake):
         }
         super().__init__("", **{**own, **answers})
         self.nccl = Fake("Nccl")
-        self.MAX_RANKS, self.MAX_EXPERTS = 32, 512
+        self.MAX_RANKS, self.MAX_LOCAL_RANKS, self.MAX_EXPERTS = 512, 32, 4096
 
 
 class FakeKeeper:

@@ -172,8 +172,8 @@ def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
     machine: Machine, sms_of_gpu: int, ranks_per_gpu: int, num_sms: int
 ) -> None:
     machine.gpus[0] = replace(machine.gpus[0], multi_processor_count=sms_of_gpu)
-    device = torch.device("cuda", 0)
-    assert native_availability.default_num_sms(device, ranks_per_gpu) == num_sms
+    group = SimpleNamespace(device=torch.device("cuda", 0), size=8)
+    assert native_availability.default_num_sms(group, ranks_per_gpu) == num_sms
 
 
 # --- what one rank finds -------------------------------------------------------------------------
@@ -307,13 +307,14 @@ def test_the_limits_are_the_kernels_own() -> None:
     """What Python let through beyond them would write beyond what is there."""
     native = extension.load()
     assert (CAPS.max_tokens, CAPS.max_top_k) == (native.MAX_TOKENS, native.MAX_TOP_K)
-    assert CAPS.max_local_experts == native.MAX_EXPERTS
+    assert CAPS.max_local_experts == native.MAX_LOCAL_EXPERTS
     assert CAPS.low_latency_tokens == native.LOW_LATENCY_TOKENS
     # Ranks on CPUs make the same messages, and have no extension to ask.
     assert native.MESSAGE_VECTOR == VECTOR
     # The default number of SMs works wherever the engine does.
-    for num_ranks in range(1, native.MAX_RANKS + 1):
-        assert native.native_min_sms(num_ranks) <= native_availability.DEFAULT_NUM_SMS
+    for size in (1, native.MAX_LOCAL_RANKS, native.MAX_RANKS):
+        group: Any = SimpleNamespace(device=torch.device("cuda", 0), size=size)
+        assert native.native_min_sms(size) <= native_availability.default_num_sms(group, 1)
 
 
 def test_without_the_extension_its_engines_have_no_limits() -> None:

@@ -41,8 +41,8 @@ __device__ inline std::uint64_t entry_of(const KernelContext& me, std::uint64_t 
 // threads of one CTA.
 template <typename R>
 __device__ void enter(const KernelContext& me, const R& rails, std::uint64_t number) {
-  const int rank = threadIdx.x;
-  if (rank < me.control.num_ranks && is_local(me, rank)) {
+  if (threadIdx.x < me.control.local_ranks()) {
+    const int rank = local_rank(me, threadIdx.x);
     store_release(entry_word(me, rank, number, me.rank), entry_of(me, number));
   }
   if constexpr (R::kAreThere) {
@@ -61,16 +61,16 @@ __device__ void enter(const KernelContext& me, const R& rails, std::uint64_t num
 template <typename R>
 __device__ void pass_entries_on(const KernelContext& me, const R& rails, Phase phase,
                                 std::uint64_t number, std::uint64_t epoch) {
-  const int domain = threadIdx.x % kMaxRanks;
-  const Control& control = me.control;
-  const RailLayout layout{control};
-  if (!has_rail_peer(me, domain)) return;
-  if (!wait_for_signal(me, rails, phase, kEntryPut, domain, 1, epoch)) return;
-  const std::uint64_t entry =
-      __ldcg(reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.entries()) +
-             number % 2 * layout.num_domains() + domain);
-  for (int place = 0; place < layout.local_ranks(); ++place) {
-    store_release(entry_word(me, local_rank(me, place), number, rail_peer_in(me, domain)), entry);
+  const RailLayout layout{me.control};
+  for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains(); domain += kWarpSize) {
+    if (!has_rail_peer(me, domain)) continue;
+    if (!wait_for_signal(me, rails, phase, kEntryPut, domain, 1, epoch)) return;
+    const std::uint64_t entry =
+        __ldcg(reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.entries()) +
+               number % 2 * layout.num_domains() + domain);
+    for (int place = 0; place < layout.local_ranks(); ++place) {
+      store_release(entry_word(me, local_rank(me, place), number, rail_peer_in(me, domain)), entry);
+    }
   }
 }
 
@@ -100,9 +100,9 @@ template <typename R>
 __device__ void compare_entries(const KernelContext& me, const R& rails, Phase phase,
                                 std::uint64_t number, std::uint64_t epoch) {
   if constexpr (R::kAreThere) pass_entries_on(me, rails, phase, number, epoch);
-  const int peer = threadIdx.x % kMaxRanks;
+  const int lane = threadIdx.x % kWarpSize;
   const std::uint64_t begin = now_ns();
-  if (peer < me.control.num_ranks) {
+  for (int peer = lane; peer < me.control.num_ranks; peer += kWarpSize) {
     const std::uint64_t entry = wait_for_entry(me, phase, peer, number, epoch);
     if (entry != 0 && entry != entry_of(me, number)) {
       report_failure(me, Reason::kDiffers, phase, peer, epoch, entry & ~(~std::uint64_t{0} << 48));
@@ -110,9 +110,7 @@ __device__ void compare_entries(const KernelContext& me, const R& rails, Phase p
   }
   __syncwarp();
   // Operations of a group run one after the other, so nothing else adds to it.
-  if (peer == 0) me.state->waited_ns += now_ns() - begin;
+  if (lane == 0) me.state->waited_ns += now_ns() - begin;
 }
-
-static_assert(kMaxRanks == 32, "a lane for each rank");
 
 }  // namespace ncclep::native

@@ -9,31 +9,34 @@ namespace ncclep::native {
 
 namespace {
 
+constexpr int kThreads = 64;  // one for each domain, and for each rank of this one
+static_assert(kThreads >= kMaxDomains && kThreads >= kMaxLocalRanks);
+
 template <typename R>
 __global__ void refuse_kernel(KernelContext me, Phase phase, const __grid_constant__ R rails) {
-  const int rank = threadIdx.x;
+  const int domain = threadIdx.x, place = threadIdx.x;
   // Then what another rank says of an operation before must not be overwritten.
   if (had_failed(me)) return;
   const std::uint64_t epoch = current_epoch(me);
   const std::uint64_t word = epoch << kStopBits | (me.rank + 1);
-  if (rank == me.rank) {
+  if (place == me.control.place_of(me.rank)) {
     report_failure(me, Reason::kRefused, phase, me.rank, epoch);
-  } else if (rank < me.control.num_ranks && is_local(me, rank)) {
-    store_relaxed(stop_word(me, rank), word);
+  } else if (place < me.control.local_ranks()) {
+    store_relaxed(stop_word(me, local_rank(me, place)), word);
   }
   if constexpr (R::kAreThere) {
     // The rail peers tell the ranks of their domains (wait.cuh).
     const std::size_t sent = RailLayout{me.control}.sent_stop();
-    if (!has_rail_peer(me, threadIdx.x)) return;
+    if (!has_rail_peer(me, domain)) return;
     *reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + sent) = word;
-    put(me, rails, kControlWindow, threadIdx.x, me.control.stop(), sent, 8, kStopPut);
+    put(me, rails, kControlWindow, domain, me.control.stop(), sent, 8, kStopPut);
   }
 }
 
 template <typename R>
 void launch_refusal(const KernelContext& me, Phase phase, std::uintptr_t stream, const R& rails) {
   const auto kernel = refuse_kernel<R>;
-  kernel<<<1, kMaxRanks, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, phase, rails);
+  kernel<<<1, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, phase, rails);
   cuda_check(cudaGetLastError(), "launching a refusal");
 }
 
@@ -69,7 +72,7 @@ void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream, const R
 void settle([[maybe_unused]] const KernelContext& me, [[maybe_unused]] std::uintptr_t stream,
             [[maybe_unused]] const Rails& rails) {
 #ifdef NCCLEP_NCCL_HEADERS
-  settle_kernel<<<1, kMaxRanks, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, rails);
+  settle_kernel<<<1, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, rails);
   cuda_check(cudaGetLastError(), "launching the last words to the rail peers");
 #endif
 }

@@ -42,7 +42,7 @@ __device__ inline std::uint64_t current_epoch(const KernelContext& me) {
 __device__ inline std::uint64_t* stop_word(const KernelContext& me, int to) {
   return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.stop());
 }
-constexpr int kStopBits = 8;
+constexpr int kStopBits = 10;
 static_assert(kMaxRanks < 1 << kStopBits);
 
 // Whether another rank has stopped, so that there is nothing to wait for.  It has done its part of
@@ -54,8 +54,8 @@ __device__ inline bool is_refused(const KernelContext& me, Phase phase, std::uin
   const std::uint64_t now = current_epoch(me) << kStopBits, then = word - (stopped + 1);
   if (static_cast<std::int64_t>(now - then) < 0) return false;  // the number may have wrapped
   if (me.control.num_domains > 1) {  // the word may have come from a rail peer, who tells no other
-    for (int rank = 0; rank < me.control.num_ranks; ++rank) {
-      if (me.control_of[rank] != nullptr) store_relaxed(stop_word(me, rank), word);
+    for (int place = 0; place < me.control.local_ranks(); ++place) {
+      store_relaxed(stop_word(me, me.control_of.first_rank + place), word);
     }
   }
   report_failure(me, Reason::kRefused, phase, stopped, epoch);

@@ -48,6 +48,8 @@ void check_group(int num_ranks, int num_experts, double timeout_s) {
   require(0 < num_experts && num_experts <= kMaxExperts && num_experts % num_ranks == 0,
           num_experts, " experts: from 1 to ", kMaxExperts, ", and a multiple of the ", num_ranks,
           " ranks");
+  require(num_experts / num_ranks <= kMaxLocalExperts, num_experts / num_ranks,
+          " experts on a rank: at most ", kMaxLocalExperts);
   check_timeout(timeout_s);
 }
 

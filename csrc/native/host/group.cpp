@@ -21,6 +21,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
       timeout_s_(timeout_s) {
   check_group(communicator_->num_ranks(), num_experts, timeout_s);
   const int locals = communicator_->lsa_size();
+  require(locals <= kMaxLocalRanks, locals, " ranks of one NVLink domain: at most ",
+          kMaxLocalRanks);
   if (locals < communicator_->num_ranks()) {
     const int first = communicator_->rank() / locals * locals;
     for (int place = 0; place < locals; ++place) {
@@ -30,6 +32,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
     }
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
+    require(control_.num_domains <= kMaxDomains, control_.num_domains, " NVLink domains: at most ",
+            kMaxDomains);
   }
   try {
     allocate_state();
@@ -216,9 +220,13 @@ KernelContext Group::context(std::uint64_t call) const {
   context.control = control_;
   context.rank = communicator_->rank();
   const int first = communicator_->rank_in_domain(0);
-  std::copy(control_window_->peers().begin(), control_window_->peers().end(),
-            context.control_of + first);
-  std::copy(rows_window_->peers().begin(), rows_window_->peers().end(), context.rows_of + first);
+  const auto windows_of = [first](const Window& window) {
+    DomainWindows windows{{}, first};
+    std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
+    return windows;
+  };
+  context.control_of = windows_of(*control_window_);
+  context.rows_of = windows_of(*rows_window_);
   context.dispatch_bytes =
       row_bytes_ * control_.max_tokens * RailRows::num_parts(control_.num_domains);
   context.state = state_;

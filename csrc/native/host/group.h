@@ -23,7 +23,7 @@ namespace ncclep::native {
 // Sizes of what this rank will receive, as counted on the device.
 struct PlanSizes {
   std::int64_t num_rows, num_pairs, num_assignments;
-  std::uint32_t bad_ranks;
+  int first_bad_rank;  // the lowest whose routing is bad; -1: none
 };
 
 // Why the group has failed on this rank; see Mailbox.
@@ -136,9 +136,9 @@ class Group {
   // Queues a copy to `out`, int64 [1], of the total nanoseconds for which earlier kernels waited
   // for other ranks to enter the same call.
   void copy_waited_ns(const Tensor& out, std::uintptr_t stream) const;
-  // The ranks whose routing was bad in a static plan, one bit each, as far as the device has
-  // reported.  `forget` clears them; no work may be in flight then.
-  std::uint32_t bad_ranks(bool forget);
+  // The ranks whose routing was bad in a static plan, one bit each in kMaxRanks / 32 words, as far
+  // as the device has reported.  `forget` clears them; no work may be in flight then.
+  void bad_ranks(bool forget, std::uint32_t* words);
   void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
                 const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
                 std::uintptr_t stream);
@@ -167,9 +167,8 @@ class Group {
   // other work of the communicator's groups.
   void queue(std::uintptr_t stream, const std::function<void()>& launch);
   void check_num_ctas(int num_ctas) const;
-  // The ranks whose routing was bad in a low-latency dispatch, one bit each, as far as the device
-  // has reported; `forget` as in bad_ranks.
-  std::uint32_t bad_low_latency(bool forget);
+  // The same for low-latency dispatches.
+  void bad_low_latency(bool forget, std::uint32_t* words);
 
  private:
   void allocate_state();

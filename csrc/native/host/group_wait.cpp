@@ -14,6 +14,14 @@ namespace {
 // How often a waiting host queries the stream's status, in seconds.
 constexpr double kQueryInterval = 1e-3;
 
+// Without `bits` there are none.
+void read(RankBits* bits, bool forget, std::uint32_t* words) {
+  for (int i = 0; i < RankBits::kWords; ++i) {
+    words[i] = bits == nullptr ? 0 : bits->words[i];
+    if (forget && bits != nullptr) bits->words[i] = 0;
+  }
+}
+
 }  // namespace
 
 std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
@@ -39,7 +47,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
       rows[local] = static_cast<std::int64_t>(word & 0xffffffffu);
     }
     sizes = {static_cast<std::int64_t>(words[0]), static_cast<std::int64_t>(words[1]),
-             static_cast<std::int64_t>(words[2]), static_cast<std::uint32_t>(words[3])};
+             static_cast<std::int64_t>(words[2]), static_cast<int>(words[3]) - 1};
     return true;
   };
   const auto has_failed = [&] { return mailbox_->failed_phase != 0; };
@@ -74,7 +82,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
   if (!is_told()) return std::nullopt;
   plan.num_pairs = sizes.num_pairs;
   plan.num_assignments = sizes.num_assignments;
-  if (sizes.bad_ranks == 0) plan.num_rows = sizes.num_rows;
+  if (sizes.first_bad_rank < 0) plan.num_rows = sizes.num_rows;
   return sizes;
 }
 
@@ -95,10 +103,12 @@ std::optional<Failure> Group::failure() const {
                  mailbox_->failed_calls[1]};
 }
 
-std::uint32_t Group::bad_ranks(bool forget) {
-  const std::uint32_t ranks = mailbox_ == nullptr ? 0 : mailbox_->bad_ranks;
-  if (forget && mailbox_ != nullptr) mailbox_->bad_ranks = 0;
-  return ranks;
+void Group::bad_ranks(bool forget, std::uint32_t* words) {
+  read(mailbox_ == nullptr ? nullptr : &mailbox_->bad_ranks, forget, words);
+}
+
+void Group::bad_low_latency(bool forget, std::uint32_t* words) {
+  read(mailbox_ == nullptr ? nullptr : &mailbox_->bad_low_latency, forget, words);
 }
 
 void Group::copy_waited_ns(const Tensor& out, std::uintptr_t stream) const {
@@ -112,12 +122,6 @@ void Group::copy_waited_ns(const Tensor& out, std::uintptr_t stream) const {
   cuda_check(cudaMemcpyAsync(out.data, &state_->waited_ns, sizeof(std::int64_t),
                              cudaMemcpyDeviceToDevice, on),
              "cudaMemcpyAsync");
-}
-
-std::uint32_t Group::bad_low_latency(bool forget) {
-  const std::uint32_t ranks = mailbox_ == nullptr ? 0 : mailbox_->bad_low_latency;
-  if (forget && mailbox_ != nullptr) mailbox_->bad_low_latency = 0;
-  return ranks;
 }
 
 }  // namespace ncclep::native

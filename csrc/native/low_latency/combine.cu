@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   __shared__ Places places;
   __shared__ Places domains;      // of tokens for rail peers, which count as ranks here
   __shared__ Places rail_places;  // of the rail peers' tokens
-  __shared__ int counts[kMaxRanks];
+  __shared__ int counts[kMaxLowLatencyRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kCombine, job.sends);
   const int thread = threadIdx.x;

@@ -143,10 +143,10 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
 template <typename R>
 __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
-  __shared__ int counts[kMaxRanks];
+  __shared__ int counts[kMaxLowLatencyRanks];
   const LowLatencyWindow& window = ll.window;
   const int rank = threadIdx.x;
-  if (rank < kMaxRanks) {
+  if (rank < kMaxLowLatencyRanks) {
     std::uint32_t word = 0;
     const auto wait = [&] {
       if (rank >= window.num_ranks || has_failed) return;
@@ -166,7 +166,7 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
       wait();
     }
     const std::uint32_t bad = __ballot_sync(~0u, (word & kBadRouting) != 0);
-    if (rank == 0 && bad != 0) me.mailbox->bad_low_latency |= bad;
+    if (rank == 0 && bad != 0) me.mailbox->bad_low_latency.words[0] |= bad;
     counts[rank] = static_cast<int>(word & (kBadRouting - 1));
   }
   has_failed = __syncthreads_or(has_failed);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
                        const __grid_constant__ R rails) {
   __shared__ Places places;
   __shared__ Places domains;  // of tokens for rail peers, which count as ranks here
-  __shared__ int counts[kMaxRanks];
+  __shared__ int counts[kMaxLowLatencyRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);

@@ -42,6 +42,9 @@ LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySiz
           "combined rows must be bf16, fp16 or fp32");
   require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
           "dispatched rows must have the dtype of combined rows, or be bytes");
+  require(communicator.num_ranks() <= kMaxLowLatencyRanks, communicator.num_ranks(),
+          " ranks in low-latency mode: at most ", kMaxLowLatencyRanks,
+          "; use smaller expert-parallel groups, or the mode with plans");
   LowLatencyWindow layout{};
   layout.num_ranks = communicator.num_ranks();
   layout.num_domains = communicator.num_ranks() / communicator.lsa_size();

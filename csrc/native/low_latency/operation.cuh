@@ -14,7 +14,8 @@ constexpr int kLlThreads = 512, kLlWarps = kLlThreads / 32;
 constexpr int kLlVectors = 2, kLlStride = 32 * 16, kLlPiece = kLlVectors * kLlStride;
 
 static_assert(kLlThreads >= kLowLatencyTokens, "a thread for each token");
-static_assert(kLlThreads >= kMaxRanks && kMaxRanks == 32, "a lane for each rank");
+static_assert(kLlThreads >= kMaxLowLatencyRanks && kMaxLowLatencyRanks == kWarpSize,
+              "a lane for each rank");
 
 // One lane's vectors of a piece of a row.
 struct Part {
@@ -78,7 +79,7 @@ constexpr RailWindow kLowLatencyWindow = kControlWindow;
 // earlier tokens that go to the same rank.
 struct Places {
   std::uint32_t ranks_of[kLowLatencyTokens];
-  std::uint32_t tokens_of[kMaxRanks][kLlWarps];  // a bit for each
+  std::uint32_t tokens_of[kMaxLowLatencyRanks][kLlWarps];  // a bit for each
 
   // `ranks`: of the token with this thread's index.  A barrier must follow.
   __device__ void set(std::uint32_t ranks, int num_tokens, int num_ranks) {

@@ -136,7 +136,7 @@ struct LowLatencyState {
 // Passed to every low-latency kernel besides KernelContext.
 struct LowLatencyContext {
   LowLatencyWindow window;
-  char* window_of[kMaxRanks];  // by rank
+  char* window_of[kMaxLowLatencyRanks];  // by rank
   LowLatencyState* state;
 };
 

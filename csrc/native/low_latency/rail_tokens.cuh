@@ -120,7 +120,7 @@ template <typename R>
 __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
                                        const LowLatencyContext& ll, Places& places,
                                        std::uint64_t goal, std::uint64_t number, bool has_failed) {
-  __shared__ int counts[kMaxRanks];
+  __shared__ int counts[kMaxLowLatencyRanks];
   __shared__ std::uint32_t bad_routing[kMaxDomains];
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -21,23 +21,27 @@ namespace ncclep::native {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-constexpr int kMaxColumns = kMaxExperts + kMaxRanks + kMaxDomains;
-constexpr std::size_t kMaxHeldBytes = 160 * 1024;
+// Of a CTA's shared memory; the kernels have less than 72 KiB of other arrays.
+constexpr std::size_t kMaxHeldBytes = 148 * 1024;
 
 static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
 
 // How the tokens are partitioned among the CTAs.
 struct TokenPartition {
   int num_tokens, top_k, num_experts, num_ranks;
-  int num_domains;  // 0: there is only one
-  int num_ctas;     // the last one has no tokens where possible
-  int per_cta;      // chunks of a CTA, at most
-  int tile_chunks;  // chunks in shared memory at a time
+  int num_domains;              // 0: there is only one
+  int first_rank, local_ranks;  // of this rank's domain
+  int num_ctas;                 // the last one has no tokens where possible
+  int per_cta;                  // chunks of a CTA, at most
+  int tile_chunks;              // chunks in shared memory at a time
 
   NCCLEP_BOTH int num_chunks() const { return (num_tokens + kChunk - 1) / kChunk; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH int num_columns() const { return num_experts + num_ranks + num_domains; }
   NCCLEP_BOTH int column_of_domain(int domain) const { return num_experts + num_ranks + domain; }
+  // Ranks for which a token's assignments are counted: none with several domains, where there may
+  // be too many ranks, and each with few experts, whose bitmaps say the same.
+  NCCLEP_BOTH int num_counted() const { return num_domains > 0 ? 0 : num_ranks; }
   // CTAs with tokens; each writes its counts per column, and whether its routing is bad, to
   // scratch.
   NCCLEP_BOTH int num_parts() const { return (num_chunks() + per_cta - 1) / per_cta; }
@@ -46,14 +50,24 @@ struct TokenPartition {
   // Offsets of the arrays of `ChunkTile`, in units of `tile_chunks` bytes.
   NCCLEP_BOTH std::size_t assignments() const { return num_columns() * sizeof(ulonglong2); }
   NCCLEP_BOTH std::size_t of_token() const { return assignments() + 2 * kChunk * top_k; }
-  NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_ranks; }
+  NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_counted(); }
   NCCLEP_BOTH std::size_t of_rank() const { return before() + 4 * num_columns(); }
   NCCLEP_BOTH std::size_t chunk_bytes() const { return of_rank() + 4 * num_ranks; }
 };
 
-inline TokenPartition partition_tokens(int num_tokens, int top_k, const Control& control,
+inline TokenPartition partition_tokens(int num_tokens, int top_k, const KernelContext& me,
                                        int num_sms) {
-  TokenPartition partition{num_tokens, top_k, control.num_experts, control.num_ranks, 0, 1, 1, 1};
+  const Control& control = me.control;
+  TokenPartition partition{num_tokens,
+                           top_k,
+                           control.num_experts,
+                           control.num_ranks,
+                           0,
+                           me.control_of.first_rank,
+                           control.local_ranks(),
+                           1,
+                           1,
+                           1};
   if (control.num_domains > 1) partition.num_domains = control.num_domains;
   partition.num_ctas = std::min(num_sms, partition.num_chunks() + 1);
   partition.per_cta =
@@ -68,7 +82,7 @@ inline TokenPartition partition_tokens(int num_tokens, int top_k, const Control&
 struct ChunkTile {
   ulonglong2* bitmaps;        // [chunk][column]
   std::int16_t* assignments;  // [chunk][place][k]: expert, or -1
-  std::uint16_t* of_token;    // [chunk][rank][place]: a token's assignments for a rank
+  std::uint16_t* of_token;    // [chunk][rank][place]: a token's assignments for a counted rank
   std::int32_t* before;       // [chunk][column]: count over this rank's tokens before the chunk
   std::int32_t* of_rank;      // [chunk][rank]
 
@@ -111,6 +125,22 @@ __device__ inline int warp_scan(int value) {
     if (lane >= distance) value += other;
   }
   return value;
+}
+
+// Writes the sums of value(0) to value(i - 1) to to[i], for i from 0 to `number`; returns the last
+// one.  Called by one warp.
+template <typename Value>
+__device__ int sum_up_to(int number, std::int32_t* to, Value&& value) {
+  const int lane = threadIdx.x % kWarpSize;
+  int sum = 0;
+  for (int first = 0; first < number; first += kWarpSize) {
+    const int i = first + lane;
+    const int sum_to_here = sum + warp_scan(i < number ? value(i) : 0);
+    if (i < number) to[i + 1] = sum_to_here;
+    sum = __shfl_sync(~0u, sum_to_here, kWarpSize - 1);
+  }
+  if (lane == 0) to[0] = 0;
+  return sum;
 }
 
 // Turns each token's count in a chunk into the sum over the tokens before it.  Called by one warp.
@@ -167,7 +197,8 @@ __device__ bool load_assignments(const Index* from, int number, int num_experts,
 }
 
 // Reads `chunks` chunks: assignments, bitmaps, and in `of_token` the assignments of each token for
-// each rank.  Calls `each(token, ranks, assignments)` with one bit for each rank and assignment.
+// each rank.  Calls `each(token, ranks, assignments)` with one bit for each rank of this domain and
+// each assignment.
 // False for a thread that has found an invalid expert, or one that its token had named before: both
 // count as not routed.
 template <typename Index, typename Each>
@@ -178,7 +209,7 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
   const int first_token = first_chunk * kChunk, num_local = partition.num_local();
   const int tokens = min(partition.num_tokens - first_token, chunks * kChunk);
   for (int i = threadIdx.x; i < chunks * columns; i += kPlanThreads) tile.bitmaps[i] = {0, 0};
-  for (int i = threadIdx.x; i < chunks * num_ranks * kChunk; i += kPlanThreads) {
+  for (int i = threadIdx.x; i < chunks * partition.num_counted() * kChunk; i += kPlanThreads) {
     tile.of_token[i] = 0;
   }
   const auto* from =
@@ -198,19 +229,18 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
         is_good = false;
         continue;
       }
-      const int rank = expert / num_local;
-      tile.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
-      ranks |= 1u << rank;
+      const int rank = expert / num_local, here = rank - partition.first_rank;
+      if (0 <= here && here < partition.local_ranks) ranks |= 1u << here;
       assignments |= 1u << k;
+      if (partition.num_domains > 0) {
+        atomicOr(words + 4 * (partition.num_experts + rank), bit);
+        atomicOr(words + 4 * partition.column_of_domain(rank / partition.local_ranks), bit);
+      } else {
+        tile.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
+      }
     }
-    std::uint32_t domains = 0;
-    for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-      const int rank = __ffs(left) - 1;
-      atomicOr(words + 4 * (partition.num_experts + rank), bit);
-      if (partition.num_domains > 0) domains |= 1u << rank * partition.num_domains / num_ranks;
-    }
-    for (; domains != 0; domains &= domains - 1) {
-      atomicOr(words + 4 * partition.column_of_domain(__ffs(domains) - 1), bit);
+    for (std::uint32_t left = partition.num_domains > 0 ? 0 : ranks; left != 0; left &= left - 1) {
+      atomicOr(words + 4 * (partition.num_experts + __ffs(left) - 1), bit);
     }
     each(first_token + i, ranks, assignments);
   }

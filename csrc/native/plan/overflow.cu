@@ -30,12 +30,25 @@ constexpr int kOpens = 1 << 14;  // flag on an expert: the assignment opens an a
 
 static_assert(kMaxExperts <= kOpens);
 
+// In shared memory, after the tile.
 struct Shared {
-  int start[kMaxColumns + 1];  // before this CTA
-  int total[kMaxColumns + 1];  // of this rank
-  int lower[kMaxExperts];      // of lower ranks
-  int wanted[kMaxExperts];     // of all ranks
-  int blocks[kMaxRanks];       // blocks that each rank would need
+  int* start;   // [columns + 1]: before this CTA
+  int* total;   // [columns + 1]: of this rank
+  int* lower;   // [E]: of lower ranks
+  int* wanted;  // [E]: of all ranks
+  int* blocks;  // [R]: blocks that each rank would need
+
+  __device__ Shared(const TokenPartition& partition, char* memory)
+      : start(reinterpret_cast<int*>(memory)),
+        total(start + partition.part_size()),
+        lower(total + partition.part_size()),
+        wanted(lower + partition.num_experts),
+        blocks(wanted + partition.num_experts) {}
+
+  static std::size_t num_bytes(const TokenPartition& partition) {
+    return sizeof(int) *
+           (2 * partition.part_size() + 2 * partition.num_experts + partition.num_ranks);
+  }
 };
 
 NCCLEP_BOTH inline int blocks_for(int rows, int alignment) {
@@ -79,10 +92,10 @@ template <typename R>
 __device__ void post_wanted(const KernelContext& me, const R& rails, const int* total,
                             std::uint64_t plans, std::uint64_t epoch) {
   const Control& layout = me.control;
-  for (int i = threadIdx.x; i < layout.num_ranks * layout.num_experts; i += kPlanThreads) {
-    const int rank = (me.rank + i / layout.num_experts) % layout.num_ranks;
+  const int locals = layout.local_ranks();
+  for (int i = threadIdx.x; i < locals * layout.num_experts; i += kPlanThreads) {
+    const int rank = local_rank(me, (layout.place_of(me.rank) + i / layout.num_experts) % locals);
     const int expert = i % layout.num_experts;
-    if (!is_local(me, rank)) continue;
     post_numbered(wanted_word(me.control_of[rank], layout, me.rank, expert), plans, total[expert]);
   }
   if constexpr (R::kAreThere) pass_wanted_on(me, rails, plans, epoch);
@@ -147,12 +160,24 @@ __device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared
     }
   }
   __syncthreads();
-  const int rank = threadIdx.x;
-  return __syncthreads_and(rank >= me.control.num_ranks || shared.blocks[rank] <= room);
+  bool fits = true;
+  for (int rank = threadIdx.x; rank < me.control.num_ranks; rank += kPlanThreads) {
+    fits = fits && shared.blocks[rank] <= room;
+  }
+  return __syncthreads_and(fits);
+}
+
+// Alignment blocks of an expert that are open before the token in `place` of a chunk.
+__device__ inline int blocks_before(const Drop& job, const TokenPartition& partition,
+                                    const ChunkTile& tile, const Shared& shared, int chunk,
+                                    int expert, int place) {
+  const int column = chunk * partition.num_columns() + expert;
+  const int in_chunk = count_before(tile.bitmaps[column], place);
+  return blocks_for(shared.lower[expert] + tile.before[column] + in_chunk, job.alignment);
 }
 
 // Writes the assignments of this CTA's tokens that fit to `kept`.
-template <typename Index>
+template <typename Index, typename R>
 __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
                                const ChunkTile& tile, Shared& shared, int room, bool all_fit) {
   const int columns = partition.num_columns(), num_ranks = partition.num_ranks,
@@ -173,7 +198,7 @@ __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
         for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
           const int chunk = i / kChunk, place = i % kChunk;
           std::uint16_t* opened = tile.of_token + chunk * num_ranks * kChunk + place;
-          for (int rank = 0; rank < num_ranks; ++rank) opened[rank * kChunk] = 0;
+          for (int rank = 0; rank < partition.num_counted(); ++rank) opened[rank * kChunk] = 0;
           for (int k = 0; k < top_k; ++k) {
             const int expert = tile.assignments[i * top_k + k];
             if (expert < 0) continue;
@@ -182,17 +207,16 @@ __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
                                  count_before(tile.bitmaps[column], place);
             if (in_block % job.alignment != 0) continue;
             tile.assignments[i * top_k + k] = static_cast<std::int16_t>(expert | kOpens);
-            opened[expert / num_local * kChunk] += 1;
+            if constexpr (!R::kAreThere) opened[expert / num_local * kChunk] += 1;
           }
         }
         __syncthreads();
-        for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
+        for (int i = warp; i < chunks * partition.num_counted(); i += kPlanWarps) {
           const int chunk = i / num_ranks, rank = i % num_ranks;
           int blocks = 0;
           for (int local = lane; local < num_local; local += kWarpSize) {
             const int expert = rank * num_local + local;
-            blocks += blocks_for(shared.lower[expert] + tile.before[chunk * columns + expert],
-                                 job.alignment);
+            blocks += blocks_before(job, partition, tile, shared, chunk, expert, 0);
           }
           blocks = warp_sum(blocks);
           if (lane == 0) tile.of_rank[i] = blocks;
@@ -205,8 +229,16 @@ __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
           if (own >= 0) {
             expert = own & ~kOpens;
             const int token = i / top_k, rank = expert / num_local;
-            const int group = token / kChunk * num_ranks + rank;
-            int blocks = tile.of_rank[group] + tile.of_token[group * kChunk + token % kChunk];
+            const int chunk = token / kChunk, place = token % kChunk;
+            const int group = chunk * num_ranks + rank;
+            int blocks = 0;
+            if constexpr (R::kAreThere) {
+              for (int other = rank * num_local; other < (rank + 1) * num_local; ++other) {
+                blocks += blocks_before(job, partition, tile, shared, chunk, other, place);
+              }
+            } else {
+              blocks = tile.of_rank[group] + tile.of_token[group * kChunk + place];
+            }
             for (int k = 0; k < top_k; ++k) {
               const int assignment = tile.assignments[token * top_k + k],
                         other = assignment & ~kOpens;
@@ -224,8 +256,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     drop_kernel(KernelContext me, Drop job, PlanScratch scratch, TokenPartition partition,
                 const __grid_constant__ R rails) {
   extern __shared__ __align__(16) char memory[];
-  __shared__ Shared shared;
   const ChunkTile tile(partition, memory);
+  Shared shared(partition, memory + partition.tile_chunks * partition.chunk_bytes());
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   // The number of the plan that this belongs to, which `count` will complete.
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
@@ -251,7 +283,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       }
       if (take_wanted(me, shared, plans)) {
         const bool all_fit = everything_fits(me, job, shared, room);
-        keep_what_fits<Index>(job, partition, tile, shared, room, all_fit);
+        keep_what_fits<Index, R>(job, partition, tile, shared, room, all_fit);
       }
     }
   }
@@ -268,10 +300,11 @@ void launch_drop(const KernelContext& me, const Drop& arguments, const PlanScrat
   const auto kernel =
       arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
   const TokenPartition partition =
-      partition_tokens(arguments.num_tokens, arguments.top_k, me.control, num_sms);
-  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
-                       scratch, partition, rails);
+      partition_tokens(arguments.num_tokens, arguments.top_k, me, num_sms);
+  launch_cooperatively(
+      "static mode", kernel, partition.num_ctas, kPlanThreads,
+      partition.tile_chunks * partition.chunk_bytes() + Shared::num_bytes(partition), stream, me,
+      arguments, scratch, partition, rails);
 }
 
 }  // namespace

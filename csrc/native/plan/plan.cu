@@ -40,13 +40,29 @@ constexpr std::uint32_t kBadBit = 1u << 31;  // flag on a number of pairs
 
 static_assert(kMaxTokens <= 1 << 16, "a place has 16 bits");
 
+// In shared memory, after the tile.
 struct Shared {
-  int start[kMaxColumns + 1];  // before this CTA
-  int total[kMaxColumns + 1];  // of this rank
-  int arrived[kMaxColumns];    // [source][experts of this rank, then pairs]
-  int block_start[kMaxExperts], block_rows[kMaxExperts], block_assignments[kMaxExperts];
-  int assignments_of[kMaxRanks];
-  std::uint32_t bad_ranks;
+  int* start;                                         // [columns + 1]: before this CTA
+  int* total;                                         // [columns + 1]: of this rank
+  int* arrived;                                       // [source][experts of this rank, then pairs]
+  int *block_start, *block_rows, *block_assignments;  // [experts of this rank]
+  int* assignments_of;                                // [R]
+  std::uint32_t* bad_ranks;                           // [RankBits::kWords]
+
+  __device__ Shared(const TokenPartition& partition, char* memory)
+      : start(reinterpret_cast<int*>(memory)),
+        total(start + partition.part_size()),
+        arrived(total + partition.part_size()),
+        block_start(arrived + partition.num_experts + partition.num_ranks),
+        block_rows(block_start + partition.num_local()),
+        block_assignments(block_rows + partition.num_local()),
+        assignments_of(block_assignments + partition.num_local()),
+        bad_ranks(reinterpret_cast<std::uint32_t*>(assignments_of + partition.num_ranks)) {}
+
+  static std::size_t num_bytes(const TokenPartition& partition) {
+    return sizeof(int) * (2 * partition.part_size() + partition.num_experts +
+                          2 * partition.num_ranks + 3 * partition.num_local() + RankBits::kWords);
+  }
 };
 
 __device__ std::uint64_t* count_word(char* control, const Control& layout, std::uint64_t plans,
@@ -98,7 +114,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  if (threadIdx.x == 0) shared.bad_ranks = 0;
+  if (threadIdx.x < RankBits::kWords) shared.bad_ranks[threadIdx.x] = 0;
   __syncthreads();
   bool is_complete = true;
   for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
@@ -108,7 +124,8 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
         count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
     is_complete = is_complete && value >= 0;
     shared.arrived[i] = static_cast<int>(value & ~kBadBit);
-    if (value >= 0 && (value & kBadBit)) atomicOr(&shared.bad_ranks, 1u << source);
+    if (value >= 0 && (value & kBadBit))
+      atomicOr(shared.bad_ranks + source / 32, 1u << source % 32);
   }
   if (!__syncthreads_and(is_complete)) return;
   for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
@@ -124,9 +141,13 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     }
     plan.routed_per_expert[local] = shared.block_assignments[local] = assignments;
   }
-  if (threadIdx.x == 0) *scratch.is_refused = !plan.is_static && shared.bad_ranks != 0;
   __syncthreads();
   if (warp == 0) {
+    const std::uint32_t bad = lane < RankBits::kWords ? shared.bad_ranks[lane] : 0;
+    const int word = __ffs(__ballot_sync(~0u, bad != 0)) - 1;  // the first that is not 0
+    const int first_bad =
+        word < 0 ? 0 : 32 * word + __ffs(__shfl_sync(~0u, bad, max(word, 0)));  // 1 + the rank
+    if (lane == 0) *scratch.is_refused = !plan.is_static && first_bad != 0;
     int rows = 0, assignments = 0;
     for (int local = lane; local < num_local; local += kWarpSize) {
       rows += shared.block_rows[local];
@@ -134,26 +155,22 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     }
     rows = warp_sum(rows);
     assignments = warp_sum(assignments);
-    const int pairs = lane < num_ranks ? shared.arrived[lane * columns + num_local] : 0;
-    const int pairs_to_here = warp_scan(pairs);
-    const int all_pairs = __shfl_sync(~0u, pairs_to_here, kWarpSize - 1);
-    const std::uint32_t sizes[4] = {static_cast<std::uint32_t>(rows),
-                                    static_cast<std::uint32_t>(all_pairs),
-                                    static_cast<std::uint32_t>(assignments), shared.bad_ranks};
+    const int all_pairs = sum_up_to(num_ranks, scratch.first_pair, [&](int source) {
+      return shared.arrived[source * columns + num_local];
+    });
+    const std::uint32_t sizes[4] = {
+        static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(all_pairs),
+        static_cast<std::uint32_t>(assignments), static_cast<std::uint32_t>(first_bad)};
     if (plan.ticket == 0) {
       // Collects all plans since the host last read it; no other thread of the device writes it.
-      if (lane == 0 && shared.bad_ranks != 0) me.mailbox->bad_ranks |= shared.bad_ranks;
+      if (bad != 0) me.mailbox->bad_ranks.words[lane] |= bad;
     } else if (lane == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         me.mailbox->sizes[i] = static_cast<std::uint64_t>(plan.ticket) << 32 | sizes[i];
       }
     }
-    if (lane < num_ranks) scratch.first_pair[lane + 1] = pairs_to_here;
-    if (lane == 0) {
-      scratch.first_pair[0] = 0;
-      *plan.num_dropped = plan.has_dropped ? *plan.num_dropped - assignments : 0;
-    }
+    if (lane == 0) *plan.num_dropped = plan.has_dropped ? *plan.num_dropped - assignments : 0;
   } else if (warp == 1) {
     int end = 0;
     for (int first = 0; first < num_local; first += kWarpSize) {
@@ -182,10 +199,21 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     }
   }
   if (warp == 0) {
-    const int assignments_to_here = warp_scan(lane < num_ranks ? shared.assignments_of[lane] : 0);
-    if (lane < num_ranks) scratch.first_assignment[lane + 1] = assignments_to_here;
-    if (lane == 0) scratch.first_assignment[0] = 0;
+    sum_up_to(num_ranks, scratch.first_assignment,
+              [&](int source) { return shared.assignments_of[source]; });
   }
+}
+
+// This rank's assignments for `rank` before the token in `place` of a chunk.
+template <typename R>
+__device__ int assignments_before(const TokenPartition& partition, const ChunkTile& tile, int chunk,
+                                  int rank, int place) {
+  const int group = chunk * partition.num_ranks + rank, num_local = partition.num_local();
+  int sum = tile.of_rank[group];
+  if constexpr (!R::kAreThere) return sum + tile.of_token[group * kChunk + place];
+  const ulonglong2* bitmaps = tile.bitmaps + chunk * partition.num_columns() + rank * num_local;
+  for (int local = 0; local < num_local; ++local) sum += count_before(bitmaps[local], place);
+  return sum;
 }
 
 // Writes the routes of this CTA's tokens for the other ranks to fetch.
@@ -218,7 +246,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
               before[num_experts + rank];
         }
       }
-      scan_tokens(tile.of_token + i * kChunk);
+      if constexpr (!R::kAreThere) scan_tokens(tile.of_token + i * kChunk);
     }
     __syncthreads();
     const int tokens = min(partition.num_tokens - first * kChunk, chunks * kChunk);
@@ -235,8 +263,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       }
       const int* before = tile.before + chunk * columns;
       const ulonglong2* bitmaps = tile.bitmaps + chunk * columns;
-      const int group = chunk * num_ranks + rank;
-      const int first_assignment = tile.of_rank[group] + tile.of_token[group * kChunk + place];
+      const int first_assignment = assignments_before<R>(partition, tile, chunk, rank, place);
       const std::uint32_t in_expert = before[expert] + count_before(bitmaps[expert], place);
       assignment_routes[rank * layout.assignments() + first_assignment + turn] = {
           static_cast<std::uint32_t>(expert - first_expert) << 16 | in_expert,
@@ -254,7 +281,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
     }
     const int own_start = me.rank * num_local;
     for (int token = threadIdx.x; token < tokens; token += kPlanThreads) {
-      const int group = token / kChunk * num_ranks + me.rank, place = token % kChunk;
+      const int place = token % kChunk;
       std::uint32_t own_assignments = 0;
       for (int k = 0; k < top_k; ++k) {
         const int expert = tile.assignments[token * top_k + k];
@@ -262,7 +289,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       }
       plan.token_routes.own_assignments[first * kChunk + token] = own_assignments;
       plan.token_routes.own_first[first * kChunk + token] =
-          tile.of_rank[group] + tile.of_token[group * kChunk + place];
+          assignments_before<R>(partition, tile, token / kChunk, me.rank, place);
       if constexpr (R::kAreThere) {
         const int chunk = token / kChunk * columns;
         write_node_tokens(me, plan, partition, tile.bitmaps + chunk, tile.before + chunk,
@@ -298,9 +325,9 @@ __device__ void finish(const KernelContext& me, const R& rails, const PlanCount&
                        std::uint64_t epoch) {
   if (!leave(me)) return;
   const Control& layout = me.control;
-  if (threadIdx.x < layout.num_ranks && !has_failed(me) &&
-      (!R::kAreThere || is_local(me, threadIdx.x))) {
-    store_release(signal_word(me.control_of[threadIdx.x], layout, kRoutesWritten, me.rank), plans);
+  if (threadIdx.x < layout.local_ranks() && !has_failed(me)) {
+    char* control = me.control_of[local_rank(me, threadIdx.x)];
+    store_release(signal_word(control, layout, kRoutesWritten, me.rank), plans);
   }
   if constexpr (R::kAreThere) {
     if (!had_failed(me)) exchange_routes(me, rails, plan, scratch, plans);
@@ -327,9 +354,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     count_kernel(KernelContext me, PlanCount plan, PlanScratch scratch, TokenPartition partition,
                  const __grid_constant__ R rails) {
   extern __shared__ __align__(16) char memory[];
-  __shared__ Shared shared;
   const Control& layout = me.control;
   const ChunkTile tile(partition, memory);
+  Shared shared(partition, memory + partition.tile_chunks * partition.chunk_bytes());
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
 
@@ -363,15 +390,17 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     }
   }
   bool is_free = true;
-  if (R::kAreThere && threadIdx.x < layout.num_ranks && !is_local(me, threadIdx.x)) {
-    // Whose counts of this plan are here has received the routes of the last one.
-    const std::uint64_t* word =
-        count_word(me.control_of[me.rank], layout, plans, threadIdx.x, layout.num_local());
-    is_free = wait_for_numbered(me, Phase::kRoutes, threadIdx.x, word, plans) >= 0;
-  } else if (threadIdx.x < layout.num_ranks) {
-    is_free = wait_for(me, Phase::kRoutes, threadIdx.x,
-                       signal_word(me.control_of[me.rank], layout, kReceived, threadIdx.x),
-                       *static_cast<volatile std::uint64_t*>(&me.state->received));
+  for (int rank = threadIdx.x; rank < layout.num_ranks && is_free; rank += kPlanThreads) {
+    if (R::kAreThere && !is_local(me, rank)) {
+      // Whose counts of this plan are here has received the routes of the last one.
+      const std::uint64_t* word =
+          count_word(me.control_of[me.rank], layout, plans, rank, layout.num_local());
+      is_free = wait_for_numbered(me, Phase::kRoutes, rank, word, plans) >= 0;
+    } else {
+      is_free = wait_for(me, Phase::kRoutes, rank,
+                         signal_word(me.control_of[me.rank], layout, kReceived, rank),
+                         *static_cast<volatile std::uint64_t*>(&me.state->received));
+    }
   }
   if (__syncthreads_and(is_free)) {
     if (is_leader) write_ends<R>(me, plan, partition, shared.total);
@@ -387,11 +416,11 @@ void launch_count(const KernelContext& me, const PlanCount& arguments, const Pla
       arguments.is_int64 ? count_kernel<std::int64_t, R> : count_kernel<std::int32_t, R>;
   const int num_tokens = arguments.num_tokens;
   require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
-  const TokenPartition partition =
-      partition_tokens(num_tokens, arguments.top_k, me.control, num_sms);
-  launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_chunks * partition.chunk_bytes(), stream, me, arguments,
-                       scratch, partition, rails);
+  const TokenPartition partition = partition_tokens(num_tokens, arguments.top_k, me, num_sms);
+  launch_cooperatively(
+      "plan", kernel, partition.num_ctas, kPlanThreads,
+      partition.tile_chunks * partition.chunk_bytes() + Shared::num_bytes(partition), stream, me,
+      arguments, scratch, partition, rails);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ namespace ncclep::native {
 
 // The source rank's routes of its own tokens.
 struct TokenRoutes {
-  std::uint32_t* token_ranks;        // [T]: ranks that have rows of the token, one bit each
+  std::uint32_t* token_ranks;  // [T]: ranks of this domain that have rows of the token, a bit each
   std::uint32_t* token_assignments;  // [T]: assignments that have a slot, one bit each
   std::uint32_t* own_assignments;    // [T]: assignments that stay on this rank, one bit each
   std::int32_t* own_first;           // [T]: the first of them, among all assignments that stay here

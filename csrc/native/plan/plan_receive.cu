@@ -99,7 +99,7 @@ __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
     receive_kernel(KernelContext me, ReceivedRoutes routes, PlanScratch scratch, RailRoutes rails) {
-  __shared__ int start[kMaxExperts];
+  __shared__ int start[kMaxLocalExperts];
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
   const int num_ctas = gridDim.x;
@@ -140,15 +140,18 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
           ctas * kPlanThreads);
     __syncthreads();
   }
-  if (blockIdx.x == 0 && threadIdx.x <= num_ranks && !has_failed(me)) {
-    routes.first_pair[threadIdx.x] = scratch.first_pair[threadIdx.x];
+  if (blockIdx.x == 0 && !has_failed(me)) {
+    for (int source = threadIdx.x; source <= num_ranks; source += kPlanThreads) {
+      routes.first_pair[source] = scratch.first_pair[source];
+    }
     if (threadIdx.x == 0) {
       routes.pair_first[scratch.first_pair[num_ranks]] = scratch.first_assignment[num_ranks];
     }
   }
   if (leave(me)) {
-    if (threadIdx.x < num_ranks && is_local(me, threadIdx.x) && !has_failed(me)) {
-      store_release(signal_word(me.control_of[threadIdx.x], layout, kReceived, me.rank), plans);
+    if (threadIdx.x < layout.local_ranks() && !has_failed(me)) {
+      char* control = me.control_of[local_rank(me, threadIdx.x)];
+      store_release(signal_word(control, layout, kReceived, me.rank), plans);
     }
     if (threadIdx.x == 0) {
       me.state->received = plans;

@@ -90,16 +90,16 @@ template <typename R, typename Job>
 __device__ void pass_phases_on(const KernelContext& me, const R& rails, const Job& job,
                                std::uint64_t epoch) {
   const Control& layout = me.control;
-  const int domain = threadIdx.x % kMaxRanks;
-  if (!has_rail_peer(me, domain)) return;
-  const int source = rail_peer_in(me, domain);
   for (int phase = 0; phase < job.num_phases; ++phase) {
-    if (!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)) return;
-    fence_system();
-    for (int place = 0; place < layout.local_ranks(); ++place) {
-      auto* flags =
-          reinterpret_cast<std::uint64_t*>(me.control_of[local_rank(me, place)] + layout.staged());
-      store_relaxed(flags + source * kPhases + phase, epoch);
+    for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains; domain += kWarpSize) {
+      if (!has_rail_peer(me, domain)) continue;
+      if (!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)) return;
+      fence_system();
+      for (int place = 0; place < layout.local_ranks(); ++place) {
+        auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[local_rank(me, place)] +
+                                                       layout.staged());
+        store_relaxed(flags + rail_peer_in(me, domain) * kPhases + phase, epoch);
+      }
     }
   }
 }

@@ -286,7 +286,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       send(me, job, slice, shape, ring, progress, tracker, warp, entry, epoch);
     } else if (warp == kWarps - 2) {
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
-      watch(me, Phase::kCombine, epoch, needed_units(me, job.routes), flag, progress);
+      const auto needed = [&](int source) { return needed_units(me, job.routes, source); };
+      watch(me, Phase::kCombine, epoch, needed, flag, progress);
     } else if (warp == kWarps - 1) {
       track_completion<NoRails>(me, job.routes, slice, tracker, [&](const Batch& batch) {
         publish_sent<NoRails>(me, job.routes, batch, epoch);

@@ -53,7 +53,7 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
 template <typename R>
 __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
                               int end, std::uint64_t parity) {
-  const int num_ranks = me.control.num_ranks, step = num_ctas * kWarpSize;
+  const int step = num_ctas * kWarpSize;
   const int last = end * job.top_k;
   int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
   for (; i < last; i += kUnroll * step) {
@@ -62,8 +62,9 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
     for (int u = 0; u < kUnroll; ++u) {
       if (i + u * step < last) weight[u] = job.w[i + u * step];
     }
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      if (R::kAreThere ? !is_local(me, rank) : rank == me.rank) continue;
+    for (int place = 0; place < me.control.local_ranks(); ++place) {
+      const int rank = local_rank(me, place);
+      if (!R::kAreThere && rank == me.rank) continue;
       float* to = weights_at(me, rank, me.rank, parity);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -117,8 +118,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
                       const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
                       int end_phase, std::uint64_t parity, std::uint64_t epoch) {
   const Control& layout = me.control;
-  // The other ranks of this domain.
-  const std::uint32_t others = ranks_of_domain(me, layout.domain_of(me.rank)) & ~(1u << me.rank);
+  const std::uint32_t others = ~(1u << layout.place_of(me.rank));  // of this domain
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {
@@ -150,9 +150,9 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
     if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
     me.state->staged[phase] = 0;
     fence_system();  // passes on what this thread saw through the other CTAs' fences
-    for (int rank = 0; rank < layout.num_ranks; ++rank) {
-      if (R::kAreThere && !is_local(me, rank)) continue;
-      auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged());
+    for (int place = 0; place < layout.local_ranks(); ++place) {
+      char* control = me.control_of[local_rank(me, place)];
+      auto* flags = reinterpret_cast<std::uint64_t*>(control + layout.staged());
       store_relaxed(flags + me.rank * kPhases + phase, epoch);
     }
     if constexpr (R::kAreThere) put_phase(me, rails, job, phase, parity, epoch);
@@ -180,20 +180,24 @@ __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int n
 }
 
 // Puts the weights of all rows but padding into their slots, once they have all arrived.  Called by
-// one warp of each CTA.
+// one warp of each CTA: CTAs share the assignments of each source or, where many sources have few
+// each, the sources.
 template <typename R>
 __device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
-  const int step = gridDim.x * kWarpSize;
-  for (int source = 0; source < me.control.num_ranks; ++source) {
+  const int ctas = gridDim.x, num_ranks = me.control.num_ranks;
+  const bool shares_sources = R::kAreThere && num_ranks > kMaxLocalRanks;
+  const int step = (shares_sources ? 1 : ctas) * kWarpSize,
+            start = (shares_sources ? 0 : blockIdx.x * kWarpSize) + threadIdx.x % kWarpSize;
+  for (int source = shares_sources ? blockIdx.x : 0; source < num_ranks;
+       source += shares_sources ? ctas : 1) {
     const float* weights =
         source == me.rank
             ? job.w
             : weights_at(me, R::kAreThere && !is_local(me, source) ? host_of(me, source) : me.rank,
                          source, parity);
     const int end = routes.pair_first[routes.first_pair[source + 1]];
-    int assignment = routes.pair_first[routes.first_pair[source]] + blockIdx.x * kWarpSize +
-                     threadIdx.x % kWarpSize;
+    int assignment = routes.pair_first[routes.first_pair[source]] + start;
     for (; assignment < end; assignment += kUnroll * step) {
       int slot[kUnroll], index[kUnroll];
       float weight[kUnroll];
@@ -215,14 +219,13 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
   }
 }
 
-// The number of phases of source `lane` up to the last that has rows for this rank.
-__device__ int needed_phases(const KernelContext& me, const Dispatch& job) {
-  const int lane = threadIdx.x % kWarpSize;
-  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
-  const int first = job.routes.first_pair[lane], end = job.routes.first_pair[lane + 1];
+// The number of phases of a source up to the last that has rows for this rank.
+__device__ int needed_phases(const KernelContext& me, const Dispatch& job, int source) {
+  if (source == me.rank) return 0;
+  const int first = job.routes.first_pair[source], end = job.routes.first_pair[source + 1];
   if (end == first) return 0;
   // A node token's weights come with the phase of the token, its row perhaps earlier.
-  if (job.has_weights && !is_local(me, lane)) return job.num_phases;
+  if (job.has_weights && !is_local(me, source)) return job.num_phases;
   return phase_of(job, job.routes.pair_token[end - 1]) + 1;
 }
 
@@ -233,9 +236,10 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
-  for (int source = 0; source < num_ranks; ++source) {
+  for (int source = lane; source < num_ranks; source += kWarpSize) {
     most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
   }
+  most_pairs = __reduce_max_sync(~0u, most_pairs);
   const int items = most_pairs * num_ranks * shape.pieces;
 
   // Routes are prefetched: the range of assignments of the item after the next one, and the slots
@@ -344,7 +348,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
                                                       me.control.staged()) +
                source * kPhases + phase;
       };
-      watch(me, Phase::kDispatch, epoch, needed_phases(me, job), flag, progress);
+      const auto needed = [&](int source) { return needed_phases(me, job, source); };
+      watch(me, Phase::kDispatch, epoch, needed, flag, progress);
       if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, parity);
     } else if (has_ring) {
       pull<R>(me, job, shape, ring, progress, parity);

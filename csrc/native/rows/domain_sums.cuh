@@ -76,23 +76,28 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   const Control& layout = me.control;
   const RailLayout there{layout};
   const RailSums sums{me.dispatch_bytes, layout.num_domains, layout.local_ranks()};
-  const int domain = threadIdx.x % kMaxRanks, own = layout.domain_of(me.rank);
-  if (!has_rail_peer(me, domain)) return;
-  const int num = num_summed(me, job, domain);
+  const int lane = threadIdx.x % kWarpSize, own = layout.domain_of(me.rank);
   for (int phase = 0; phase < job.num_phases; ++phase) {
-    if (!wait_for_sums(me, job, domain, phase)) return;
-    fence_system();
-    const std::size_t start = min(num, phase_start(job, phase));
-    const std::size_t number = min(num, phase_start(job, phase + 1)) - start;
-    if (job.has_weights && number > 0) {
-      const std::size_t row = 4 * layout.assignments(), first = 4 * start * job.top_k;
-      put(me, rails, kControlWindow, domain, there.values() + own * row + first,
-          there.sent_values() + domain * row + first, 4 * number * job.top_k);
+    for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
+      if (!has_rail_peer(me, domain)) continue;
+      const int num = num_summed(me, job, domain);
+      if (!wait_for_sums(me, job, domain, phase)) return;
+      fence_system();
+      const std::size_t start = min(num, phase_start(job, phase));
+      const std::size_t number = min(num, phase_start(job, phase + 1)) - start;
+      if (job.has_weights && number > 0) {
+        const std::size_t row = 4 * layout.assignments(), first = 4 * start * job.top_k;
+        put(me, rails, kControlWindow, domain, there.values() + own * row + first,
+            there.sent_values() + domain * row + first, 4 * number * job.top_k);
+      }
+      put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
+          sums.sent(own, domain) + start * job.row_bytes, number * job.row_bytes, kSumsPut);
     }
-    put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
-        sums.sent(own, domain) + start * job.row_bytes, number * job.row_bytes, kSumsPut);
   }
-  wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, job.num_phases, epoch);
+  for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
+    if (!has_rail_peer(me, domain)) continue;
+    wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, job.num_phases, epoch);
+  }
 }
 
 // The work of one warp.  `parts` is its own, for a pointer of each lane.
@@ -111,10 +116,11 @@ class DomainSums {
         own_(me.control.domain_of(me.rank)),
         counter_(me) {
     int most = 0;
-    for (int domain = 0; domain < me.control.num_domains; ++domain) {
+    for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains;
+         domain += kWarpSize) {
       most = max(most, num_summed(me, job, domain));
     }
-    num_items_ = most * me.control.num_domains;
+    num_items_ = __reduce_max_sync(~0u, most) * me.control.num_domains;
   }
 
   // The sum of this domain's ranks for the next token that no other warp has taken: domains take
@@ -139,7 +145,7 @@ class DomainSums {
     std::uint32_t ranks;
     int first = 0, own_rows = 0;
     if (domain == own_) {
-      ranks = of_own_domain(token);
+      ranks = job_.token_routes.token_ranks[token];
       own_rows = __popc(job_.token_routes.own_assignments[token]);
       first = routes.pair_first[routes.first_pair[me_.rank]] + job_.token_routes.own_first[token];
     } else {
@@ -204,29 +210,34 @@ class DomainSums {
     item_ = -1;
     if (token >= job_.num_tokens) return false;
     const RailRoutes& routes = job_.rail_routes;
-    int place = -1;  // of the token among those of domain `lane`
-    if (lane == own_) {
-      if (of_own_domain(token) != 0) place = token;
-    } else if (lane < me_.control.num_domains) {
-      place = routes.node_of[std::int64_t{lane} * routes.num_tokens + token];
-    }
-    bool is_here = true;
-    if (place >= 0) {
-      const int phase = phase_of(job_, place);
-      is_here = lane == own_ ? wait_for_sums(me_, job_, own_, phase)
-                             : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, lane,
-                                               phase + 1, epoch_);
-    }
-    if (!__all_sync(~0u, is_here)) return false;
-    const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
-    if (place >= 0) {
-      parts_[__popc(domains & ((1u << lane) - 1))] =
-          window_ + sums_.of_domain(lane) + static_cast<std::size_t>(place) * job_.row_bytes;
+    int num_parts = 0;  // a token has at most as many domains as assignments
+    for (int first = 0; first < me_.control.num_domains; first += kWarpSize) {
+      const int domain = first + lane;
+      int place = -1;  // of the token among those of the domain
+      if (domain == own_) {
+        if (job_.token_routes.token_ranks[token] != 0) place = token;
+      } else if (domain < me_.control.num_domains) {
+        place = routes.node_of[std::int64_t{domain} * routes.num_tokens + token];
+      }
+      bool is_here = true;
+      if (place >= 0) {
+        const int phase = phase_of(job_, place);
+        is_here = domain == own_ ? wait_for_sums(me_, job_, own_, phase)
+                                 : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
+                                                   phase + 1, epoch_);
+      }
+      if (!__all_sync(~0u, is_here)) return false;
+      const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
+      if (place >= 0) {
+        parts_[num_parts + __popc(domains & ((1u << lane) - 1))] =
+            window_ + sums_.of_domain(domain) + static_cast<std::size_t>(place) * job_.row_bytes;
+      }
+      num_parts += __popc(domains);
     }
     __syncwarp();
     sum->row = parts_[lane];
     __syncwarp();
-    sum->num_rows = __popc(domains);
+    sum->num_rows = num_parts;
     sum->part_begin = sum->part_end = 0;
     sum->out = job_.out + static_cast<std::size_t>(token) * job_.row_bytes;
     if (job_.has_weights && lane < job_.top_k) give_value(token, lane);
@@ -234,12 +245,6 @@ class DomainSums {
   }
 
  private:
-  // The ranks of this domain that have rows of this rank's token, one bit for each place.
-  __device__ std::uint32_t of_own_domain(int token) const {
-    const int locals = me_.control.local_ranks();
-    return job_.token_routes.token_ranks[token] >> own_ * locals & ~0u >> (kMaxRanks - locals);
-  }
-
   // Returns the value of the `k`-th assignment, unless it is this rank's own: that one is there.
   __device__ void give_value(int token, int k) const {
     const Control& layout = me_.control;
@@ -285,9 +290,10 @@ template <typename T, typename R, typename Ring>
 __device__ void sum_over_domains(const KernelContext& me, const R& rails, const Combine& job,
                                  Ring& ring, const char** parts, std::uint64_t entry,
                                  std::uint64_t epoch) {
-  const int domain = threadIdx.x % kWarpSize;
   bool has_entered = true;
-  if (has_rail_peer(me, domain)) {
+  for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && has_entered;
+       domain += kWarpSize) {
+    if (!has_rail_peer(me, domain)) continue;
     has_entered = wait_for_entry(me, Phase::kCombine, rail_peer_in(me, domain), entry, epoch) != 0;
   }
   if (!__all_sync(~0u, has_entered)) return;

@@ -168,11 +168,11 @@ __device__ void publish_sent(const KernelContext& me, const ReceivedRoutes& rout
       [&](int chunk) { store_relaxed(flags + chunk, epoch); });
 }
 
-// The number of units of source `lane`.
-__device__ inline int needed_units(const KernelContext& me, const ReceivedRoutes& routes) {
-  const int lane = threadIdx.x % kWarpSize;
-  if (lane >= me.control.num_ranks || lane == me.rank) return 0;
-  return (routes.first_pair[lane + 1] - routes.first_pair[lane] + kUnit - 1) / kUnit;
+// The number of units of a source.
+__device__ inline int needed_units(const KernelContext& me, const ReceivedRoutes& routes,
+                                   int source) {
+  if (source == me.rank) return 0;
+  return (routes.first_pair[source + 1] - routes.first_pair[source] + kUnit - 1) / kUnit;
 }
 
 }  // namespace ncclep::native

@@ -84,7 +84,7 @@ def _own_problem(
             f"it takes at most {native.MAX_EXPERTS} experts in total: there are {num_experts}, "
             "each slice of an expert counted (expert tensor parallelism)"
         )
-    num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
+    num_sms = config.num_sms or default_num_sms(group, ranks_per_gpu)
     return _sms_problem(group.size, num_sms, gpu, ranks_per_gpu)
 
 
@@ -99,12 +99,13 @@ def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
     return max(0, sms_of_gpu - SMS_FOR_NCCL) // ranks_per_gpu
 
 
-def default_num_sms(device: torch.device, ranks_per_gpu: int) -> int:
+def default_num_sms(group: EpGroup, ranks_per_gpu: int) -> int:
     """The number of SMs that the kernels of one rank use unless `num_sms` is set."""
+    wanted = max(DEFAULT_NUM_SMS, extension.load().native_min_sms(group.size))
     if ranks_per_gpu == 1:
-        return DEFAULT_NUM_SMS
-    gpu = torch.cuda.get_device_properties(device)
-    return min(DEFAULT_NUM_SMS, most_sms(gpu.multi_processor_count, ranks_per_gpu))
+        return wanted
+    gpu = torch.cuda.get_device_properties(group.device)
+    return min(wanted, most_sms(gpu.multi_processor_count, ranks_per_gpu))
 
 
 def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
@@ -223,6 +224,8 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
         communicator = communicator_of(group, timeout_s)
     except (EngineUnavailableError, LibraryError) as error:  # on all ranks
         return f"NCCL made no communicator: {error}"
+    if communicator.lsa_size > (most := extension.load().MAX_LOCAL_RANKS):
+        return f"{communicator.lsa_size} ranks are in one NVLink domain: it takes at most {most}"
     if communicator.lsa_size == group.size:
         return None
     if not (problem := network_problem(group, communicator, timeout_s)):

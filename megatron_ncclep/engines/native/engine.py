@@ -38,7 +38,7 @@ CAPS = EngineCaps(
     moves_bytes=True,
     max_tokens=extension.limit("MAX_TOKENS"),
     max_top_k=extension.limit("MAX_TOP_K"),
-    max_local_experts=extension.limit("MAX_EXPERTS"),
+    max_local_experts=extension.limit("MAX_LOCAL_EXPERTS"),
     captures_static=True,
     device_deadline=True,
     compares_on_device=True,
@@ -69,7 +69,7 @@ class NativeEngine(HostProtocol):
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
         ranks_per_gpu = group.ranks_per_gpu(group.deadline_s(config))
-        self.num_sms = config.num_sms or default_num_sms(group.device, ranks_per_gpu)
+        self.num_sms = config.num_sms or default_num_sms(group, ranks_per_gpu)
         if ranks_per_gpu > 1 and group.rank == 0:
             text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
             group.log_once(logging.WARNING, text, text)
@@ -149,7 +149,7 @@ class NativeEngine(HostProtocol):
         )
         if sizes is None:
             self._shared.raise_failure()
-        if sizes.bad_ranks:
+        if sizes.first_bad_rank >= 0:
             self._raise_bad_routing(topk_idx)
         plan.num_rows = sizes.num_rows
         if not sizes.has_room:

@@ -182,8 +182,8 @@ class NativeGroup:
         low_latency = self.native.bad_low_latency(forget)
         if not plans and not low_latency:
             return None
-        masks = {"plan (static mode)": plans, "low-latency dispatch": low_latency}
-        said = [self._bad_routings_of(call, [mask]) for call, mask in masks.items() if mask]
+        by_call = {"plan (static mode)": plans, "low-latency dispatch": low_latency}
+        said = [self._bad_routings_of(call, bad) for call, bad in by_call.items() if bad]
         return "; ".join(said)
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
@@ -194,21 +194,21 @@ class NativeGroup:
         is_captured = torch.cuda.is_current_stream_capturing()
         if not is_captured:
             torch.cuda.synchronize(self.group.device)  # reports may still be in flight
-        mine = torch.tensor([self.native.bad_ranks(forget=False)])
+        mine = torch.zeros(self.group.size, dtype=torch.int64)
+        mine[self.native.bad_ranks(forget=False)] = 1
         what = "plan, exchanging whose routing was bad"
-        theirs = self.group.gather(mine, what, timeout_s).flatten().tolist()
-        if not any(theirs):
+        bad = self.group.gather(mine, what, timeout_s).sum(dim=0).nonzero().flatten().tolist()
+        if not bad:
             return
         if not is_captured:
             self.native.bad_ranks(forget=True)
-        text = self._bad_routings_of("plan (static mode)", theirs)
+        text = self._bad_routings_of("plan (static mode)", bad)
         raise InputError(f"{error}: {text}") from None
 
-    def _bad_routings_of(self, call: str, masks: list[int]) -> str:
-        """The text for bad routings in a `call`; `masks` have a bit for each rank."""
-        bad = [str(r) for r in range(self.group.size) if any(mask >> r & 1 for mask in masks)]
+    def _bad_routings_of(self, call: str, ranks: list[int]) -> str:
+        """The text for bad routings of these ranks in a `call`."""
         return (
-            f"in an earlier {call}, topk_idx of rank {', '.join(bad)} named an index that is not "
+            f"in an earlier {call}, topk_idx of rank {', '.join(map(str, ranks))} named an index that is not "
             f"one of the {self.num_experts} experts, or an expert twice for a token, or a routing "
             "map named more than top_k: those assignments were not routed; a plan without "
             "max_recv_rows raises the error at once and names the assignment"

@@ -97,8 +97,7 @@ struct Object {
 
 class LowLatencySteps : public Sequence {
  public:
-  LowLatencySteps(const Sizes& sizes, int num_objects)
-      : Sequence(sizes), bad_ranks_(sizes.ranks, 0) {
+  LowLatencySteps(const Sizes& sizes, int num_objects) : Sequence(sizes), bad_ranks_(sizes.ranks) {
     const int num_rounds = between(2, 5);
     for (int i = 0; i < num_objects; ++i) {
       Object& object = objects_.emplace_back(this->sizes, i, num_rounds);
@@ -284,8 +283,9 @@ class LowLatencySteps : public Sequence {
               "ll dispatch: experts of rank ", rank);
     }
     if (has_failed(rank)) return;
-    bad_ranks_[rank] |= routing.bad_ranks;
-    require(mailboxes[rank].bad_low_latency == bad_ranks_[rank], "ll dispatch: bad ranks");
+    bad_ranks_[rank].insert(routing.bad_ranks.begin(), routing.bad_ranks.end());
+    require(ranks_in(mailboxes[rank].bad_low_latency) == bad_ranks_[rank],
+            "ll dispatch: bad ranks");
   }
 
   // Rows of assignments lie in the opposite order of their pairs.
@@ -380,7 +380,7 @@ class LowLatencySteps : public Sequence {
 
   std::deque<Object> objects_;
   std::vector<Step> steps_;
-  std::vector<std::uint32_t> bad_ranks_;  // by rank: whose routing was bad so far
+  std::vector<std::set<int>> bad_ranks_;  // by rank: whose routing was bad so far
 };
 
 }  // namespace

@@ -31,7 +31,7 @@ MISTAKES = {
         "rails-plans", 2, "."),
     "rails: routes are written while the last ones are put": (
         "native/plan/plan.cu",
-        "is_free = «wait_for_numbered(me, Phase::kRoutes, threadIdx.x, word, plans) >= 0»;",
+        "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, word, plans) >= 0»;",
         "true",
         "rails-plans", 2, "."),
     "rails: who passes routes on does not pass on what it has seen": (
@@ -61,21 +61,21 @@ MISTAKES = {
         "rails-dispatches", 2, "dispatch: "),
     "rails: a phase is passed on without what it stands for": (
         "native/rails/phases.cuh",
-        "return;\n    «fence_system();»\n    for (int place = 0;", "",
+        "return;\n      «fence_system();»\n      for (int place = 0;", "",
         "rails-dispatches", 4, "dispatch: "),
     "rails: a node token's weight is taken when its row is there": (
-        "native/rows/dispatch.cu", "if («job.has_weights && !is_local(me, lane)») return", "false",
+        "native/rows/dispatch.cu", "if («job.has_weights && !is_local(me, source)») return", "false",
         "rails-dispatches", 4, "dispatch: weight"),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
         "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
-        "native/rows/domain_sums.cuh", "kSumsPut, lane,\n" + " " * 47 + "«phase + 1», epoch_)", "0",
+        "native/rows/domain_sums.cuh", "kSumsPut, domain,\n" + " " * 51 + "«phase + 1», epoch_)", "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "is_here = lane == own_ ? «wait_for_sums(me_, job_, own_, phase)»", "true",
+        "is_here = domain == own_ ? «wait_for_sums(me_, job_, own_, phase)»", "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",

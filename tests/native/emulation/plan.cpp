@@ -88,8 +88,9 @@ void Rows::plan(int rank, int number) {
       receive(plan, routing, rank, most_pairs - 1, most_assignments, parts, sms);
     }
   } else if (has_counted) {
-    mine.bad_ranks |= routing.bad_ranks;
-    require(mailboxes[rank].bad_ranks == mine.bad_ranks, "plan: bad ranks of static plans");
+    mine.bad_ranks.insert(routing.bad_ranks.begin(), routing.bad_ranks.end());
+    require(ranks_in(mailboxes[rank].bad_ranks) == mine.bad_ranks,
+            "plan: bad ranks of static plans");
   }
   receive(plan, routing, rank, most_pairs, most_assignments, parts, sms);
   plan.is_made = !routing.is_refused();
@@ -116,7 +117,8 @@ void Rows::check_mailbox(const Routing& routing, int rank) {
   for (const std::uint64_t size : mailbox.sizes) {
     require(size >> 32 == ticket, "the mailbox is not this plan's");
   }
-  require(static_cast<std::uint32_t>(mailbox.sizes[3]) == routing.bad_ranks, "plan: bad ranks");
+  const int first_bad = routing.bad_ranks.empty() ? -1 : *routing.bad_ranks.begin();
+  require(static_cast<int>(mailbox.sizes[3]) - 1 == first_bad, "plan: the first bad rank");
   require(static_cast<int>(mailbox.sizes[0]) == routing.num_rows[rank], "plan: rows");
   for (int i = 0; i < sizes.local; ++i) {
     require(mailbox.rows_of_expert[i] == (ticket << 32 | routing.padded[rank][i]),

@@ -39,10 +39,8 @@ Sequence::Sequence(const Sizes& drawn)
   const std::size_t bytes = std::size_t{1} * sizes.max_row_bytes * shared_.control.max_tokens;
   shared_.dispatch_bytes = bytes * RailRows::num_parts(sizes.domains);
   for (int rank = 0; rank < sizes.ranks; ++rank) {
-    Memory& control = control_.emplace_back(RailLayout{shared_.control}.end(), 0);
-    Memory& rows = rows_.emplace_back(rows_window_bytes(shared_.control, bytes), kGarbage);
-    shared_.control_of[rank] = control.data<char>();
-    shared_.rows_of[rank] = rows.data<char>();
+    control_.emplace_back(RailLayout{shared_.control}.end(), 0);
+    rows_.emplace_back(rows_window_bytes(shared_.control, bytes), kGarbage);
     State& state = states[rank];
     std::memset(static_cast<void*>(&state), 0, sizeof(State));
     state.epoch = sizes.starts.operations;
@@ -80,9 +78,11 @@ void Sequence::require_at_rest() {
 KernelContext Sequence::context(int rank, std::uint64_t call) {
   KernelContext me = shared_;
   me.rank = rank;
-  for (int other = 0; other < sizes.ranks; ++other) {
-    if (sizes.domain_of(other) == sizes.domain_of(rank)) continue;
-    me.control_of[other] = me.rows_of[other] = nullptr;
+  const int first = rank - sizes.place_of(rank);
+  me.control_of.first_rank = me.rows_of.first_rank = first;
+  for (int place = 0; place < sizes.ranks / sizes.domains; ++place) {
+    me.control_of.of_place[place] = control_[first + place].data<char>();
+    me.rows_of.of_place[place] = rows_[first + place].data<char>();
   }
   me.state = &states[rank];
   me.mailbox = &mailboxes[rank];

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <set>
 #include <vector>
 
 #include "emulator.h"
@@ -29,6 +30,14 @@ struct Sizes {
   int domain_of(int rank) const { return rank * domains / ranks; }
   int place_of(int rank) const { return rank % (ranks / domains); }
 };
+
+inline std::set<int> ranks_in(const ncclep::native::RankBits& bits) {
+  std::set<int> ranks;
+  for (int rank = 0; rank < ncclep::native::kMaxRanks; ++rank) {
+    if (bits.words[rank / 32] >> rank % 32 & 1) ranks.insert(rank);
+  }
+  return ranks;
+}
 
 struct Assignment {
   int expert, index;  // local expert; token * K + k
@@ -56,13 +65,13 @@ struct Routing {
   std::vector<std::vector<std::int64_t>> named;  // by rank, [T * K]; -1: not routed
 
   // The oracle.
-  std::uint32_t bad_ranks;                       // name an invalid expert, or one twice; a bit each
+  std::set<int> bad_ranks;                       // name an invalid expert, or one twice
   std::vector<std::vector<Pair>> pairs;          // by rank; by source rank and token
   std::vector<std::vector<int>> routed, padded;  // by rank, of each of its experts
   std::vector<int> num_rows, num_dropped;        // by rank
 
   // In exact mode a bad routing makes no plan, on any rank.
-  bool is_refused() const { return bad_ranks != 0 && limit == 0; }
+  bool is_refused() const { return !bad_ranks.empty() && limit == 0; }
   // Rows of a rank's tensors.
   std::int64_t room_of(int rank) const { return limit > 0 ? limit : num_rows[rank]; }
   int most_tokens() const { return *std::max_element(num_tokens.begin(), num_tokens.end()); }
@@ -84,7 +93,7 @@ inline void find_pairs(const Sizes& sizes, Routing& routing) {
           by_rank[expert / sizes.local].assignments.push_back(
               {expert % sizes.local, token * routing.top_k + k, -1});
         } else if (named[k] != -1) {
-          routing.bad_ranks |= 1u << source;
+          routing.bad_ranks.insert(source);
         }
       }
       for (int rank = 0; rank < sizes.ranks; ++rank) {

@@ -33,6 +33,11 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
     sizes.max_tokens = one_of({8, 40});
     sizes.max_top_k = ranks <= 3 ? 16 : 8;
     sizes.max_row_bytes = 64;
+  } else if (kind == "many") {
+    sizes.local = between(1, 2);
+    sizes.max_tokens = between(2, 4);
+    sizes.max_top_k = between(1, 4);
+    sizes.max_row_bytes = 32;
   } else if (kind == "combines") {
     sizes.max_tokens = domains > 1 ? 140 : 400;
     sizes.max_row_bytes = 16 * one_of({1, 4});
@@ -78,7 +83,7 @@ std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const St
 
 Rows::Rows(const std::string& kind, const Sizes& drawn)
     : Sequence(drawn), kind_(kind), other_(one_of({0, 1, 2, 3, between(4, 10), between(11, 17)})) {
-  draw_steps(kind, has_failure(kind) ? between(4, 9) : between(5, 13));
+  draw_steps(kind, kind == "many" ? 4 : has_failure(kind) ? between(4, 9) : between(5, 13));
   if (has_failure(kind)) {  // a plan at the end: a rank that is alone does not get past it
     steps_.push_back(steps_.front());
     steps_.back().plan = static_cast<int>(routings_.size());

@@ -41,7 +41,8 @@ class Rows : public Sequence {
     OfRank(std::size_t num_plans, const Starts& starts)
         : plans(num_plans), ticket(static_cast<std::uint32_t>(starts.tickets)) {}
     std::vector<Plan> plans;
-    std::uint32_t ticket, bad_ranks = 0;
+    std::uint32_t ticket;
+    std::set<int> bad_ranks;
   };
 
   void draw_steps(const std::string& kind, int number);

@@ -33,7 +33,7 @@ SMALLER = {
     },
     "native/plan/chunks.cuh": {
         "kPlanThreads = 512;": "kPlanThreads = 128;",
-        "constexpr std::size_t kMaxHeldBytes = 160 * 1024;": "using emu::kMaxHeldBytes;",
+        "constexpr std::size_t kMaxHeldBytes = 148 * 1024;": "using emu::kMaxHeldBytes;",
         "kUnroll = 24;": "kUnroll = 2;",
         "kUnroll = 4;": "kUnroll = 2;",
     },

@@ -180,9 +180,9 @@ void sizes() {
   REQUIRE(o.wait_for_sizes().has_room);
   o.dispatch();
   // A routing that is refused: the plan cannot be used.
-  standin::plans.bad_ranks = 4;
+  standin::plans.bad_rank = 4;
   o.make_plan();
-  REQUIRE(o.wait_for_sizes().bad_ranks == 4);
+  REQUIRE(o.wait_for_sizes().first_bad_rank == 3);
   must_fail("not received", dispatch);
 
   // What was queued before may take as long as it likes, also on a stream that this one waits for.
@@ -221,7 +221,8 @@ void sizes() {
     standin::release_at_query(3);
     const ncclepPlanSizes_t found = o.wait_for_sizes();
     REQUIRE(found.num_rows == rows * kLocal && found.num_pairs == rows + 1);
-    REQUIRE(found.num_assignments == rows + 2 && found.bad_ranks == rows + 3);
+    REQUIRE(found.num_assignments == rows + 2 &&
+            found.first_bad_rank == static_cast<int>(rows + 2));
     for (int i = 0; i < kLocal; ++i) REQUIRE(o.rows_of_expert.data<std::int64_t>()[i] == rows);
   }
   standin::plans = {kRows, 1, 2, 0, 1, true};

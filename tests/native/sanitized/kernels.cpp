@@ -26,7 +26,7 @@ void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch
       mailbox.failed_reason = static_cast<std::uint32_t>(Reason::kLate);
       mailbox.failed_phase = static_cast<std::uint32_t>(Phase::kPlan);
     }
-    const std::uint32_t words[] = {plan.rows, plan.pairs, plan.assignments, plan.bad_ranks};
+    const std::uint32_t words[] = {plan.rows, plan.pairs, plan.assignments, plan.bad_rank};
     for (int i = 0; !plan.fail && i < 4 + num_local; ++i) {
       if ((plan.late_words >> i & 1) != is_late) continue;
       (i < 4 ? mailbox.sizes[i] : mailbox.rows_of_expert[i - 4]) =

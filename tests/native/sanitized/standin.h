@@ -33,9 +33,9 @@ void release();
 void release_at_query(int n);
 
 // What the next plans find, and the words that the host is told only after a release: a bit for
-// each of the four, and then for each expert of the rank.
+// each of the four, and then for each expert of the rank.  `bad_rank` is 1 + the rank, or 0.
 struct Plans {
-  std::uint32_t rows = 2, pairs = 1, assignments = 2, bad_ranks = 0, late_words = 0;
+  std::uint32_t rows = 2, pairs = 1, assignments = 2, bad_rank = 0, late_words = 0;
   bool fail = false;  // the deadline of a wait passes
 };
 extern Plans plans;

@@ -91,6 +91,10 @@ T __shfl_sync(unsigned int, T value, int lane) {
 inline int __shfl_xor_sync(unsigned int, int value, int distance) {
   return __shfl_sync(~0u, value, emu::lane() ^ distance);
 }
+inline int __reduce_max_sync(unsigned int, int value) {
+  const long* given = emu::exchange(value);
+  return static_cast<int>(*std::max_element(given, given + emu::kWarpSize));
+}
 // The value of the lane itself where there is no such lane.
 inline int __shfl_up_sync(unsigned int, int value, int distance) {
   const int lane = emu::lane();

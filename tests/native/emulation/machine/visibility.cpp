@@ -33,7 +33,7 @@ std::map<int, const Known*> seen_by_ranks;
 
 }  // namespace
 
-constexpr int kCtas = 9, kRanks = 8;  // the last one is the network
+constexpr int kCtas = 9, kRanks = 72;  // the last one is the network
 struct Known {
   int last[kRanks * kCtas];
 };
