@@ -52,7 +52,7 @@ def interface() -> dict[str, dict[str, list[str] | None]]:
 FakeFailure = namedtuple(
     "FakeFailure", interface()["GroupFailure"], defaults=("late", "dispatch", 1, 9, 2.0, 0, 0)
 )
-FakePlanSizes = namedtuple("FakePlanSizes", interface()["PlanSizes"], defaults=(5, 2, 3, 0, True))
+FakePlanSizes = namedtuple("FakePlanSizes", interface()["PlanSizes"], defaults=(5, 2, 3, -1, True))
 
 
 class Fake:
@@ -109,7 +109,7 @@ class FakeGroup(Fake):
         sizes: what plans find, a `FakePlanSizes`; a plan says itself whether it has room for it.
         is_over: whether kernels have ended.  Only then does the device say what they found:
         failed: a `FakeFailure`, or None.
-        bad: whose routing was bad, one bit each, until it is told to forget.
+        bad: whose routing was bad, until it is told to forget.
     """
 
     def __init__(self, **answers: Any) -> None:
@@ -129,7 +129,7 @@ class FakeGroup(Fake):
         }
         super().__init__("GroupHandle", **{**own, **answers})
         self.is_over, self.failed, self.sizes = True, None, FakePlanSizes()
-        self.bad = {"bad_ranks": 0, "bad_low_latency": 0}
+        self.bad: dict[str, list[int]] = {"bad_ranks": [], "bad_low_latency": []}
         self._held = (0, 0, 0)
 
     def _begin(self, timeout_s: float, *wanted: int) -> bool | None:
@@ -144,10 +144,10 @@ class FakeGroup(Fake):
         self.num_bytes = self.max_tokens * row_bytes
         return None if self._held == held else f"{held} -> {self._held}"
 
-    def _bad(self, method: str, forget: bool) -> int:
-        mask = self.bad[method] if self.is_over else 0
-        self.bad[method] = 0 if forget else self.bad[method]
-        return mask
+    def _bad(self, method: str, forget: bool) -> list[int]:
+        ranks = self.bad[method] if self.is_over else []
+        self.bad[method] = [] if forget else self.bad[method]
+        return ranks
 
 
 class FakeExtension(Fake):
@@ -163,7 +163,7 @@ class FakeExtension(Fake):
         }
         super().__init__("", **{**own, **answers})
         self.nccl = Fake("Nccl")
-        self.MAX_RANKS, self.MAX_LOCAL_RANKS, self.MAX_EXPERTS = 512, 32, 4096
+        self.MAX_RANKS, self.MAX_LOCAL_RANKS, self.MAX_EXPERTS = 33, 32, 512
 
 
 class FakeKeeper:

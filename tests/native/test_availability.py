@@ -226,7 +226,7 @@ IN_THE_WAY = {
         "otherwise two groups can deadlock",
         options={"num_sms": 101},
     ),
-    "too many ranks": Case("it takes at most 32 ranks, the group has 33", ranks=33),
+    "too many ranks": Case("it takes at most 33 ranks, the group has 34", ranks=34),
     # What the ranks find together.
     "two models": Case(
         "the ranks have different GPUs, rank 0 NVIDIA H200 (sm_90) and rank 1 NVIDIA H100 (sm_90)",
@@ -297,6 +297,9 @@ def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[
     machine.lsa_size = num_ranks
     found = choice(num_ranks, 512, engine="native", **options)
     assert found == ("native", "requested by name")
+    machine.lsa_size = 33
+    text = "33 ranks are in one NVLink domain: it takes at most 32"
+    assert text in reasons(num_ranks, 512, **options)
 
 
 @pytest.mark.skipif(

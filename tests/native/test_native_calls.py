@@ -203,7 +203,7 @@ def test_a_later_plan_tells_of_a_bad_routing(
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         engine.plan(assignments(4))
-        native.bad["bad_ranks"] = 1
+        native.bad["bad_ranks"] = [0]
         for error in errors:
             if error is None:
                 engine.plan(assignments(4))

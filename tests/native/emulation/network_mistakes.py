@@ -3,7 +3,7 @@
 # Kind, ranks, number.
 CASES = (
     ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 6),
-    ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-failures", 2, 6),
+    ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-many", 33, 2), ("rails-failures", 2, 6),
     ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
     ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
     ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
@@ -117,5 +117,11 @@ MISTAKES = {
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
+    "many ranks: sums over ranks begin anew with each lane": (
+        "native/plan/chunks.cuh", "sum_to_here = «sum» + warp_scan", "0",
+        "rails-many", 33, "plan: "),
+    "many ranks: only a warp's lanes of sources are watched": (
+        "native/rows/progress.cuh", "group = «(group + 1) % num_groups»;", "group",
+        "rails-many", 33, "dispatch: "),
 }
 # fmt: on

@@ -83,7 +83,7 @@ std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const St
 
 Rows::Rows(const std::string& kind, const Sizes& drawn)
     : Sequence(drawn), kind_(kind), other_(one_of({0, 1, 2, 3, between(4, 10), between(11, 17)})) {
-  draw_steps(kind, kind == "many" ? 4 : has_failure(kind) ? between(4, 9) : between(5, 13));
+  draw_steps(kind, kind == "many" ? 3 : has_failure(kind) ? between(4, 9) : between(5, 13));
   if (has_failure(kind)) {  // a plan at the end: a rank that is alone does not get past it
     steps_.push_back(steps_.front());
     steps_.back().plan = static_cast<int>(routings_.size());
@@ -100,7 +100,7 @@ void Rows::draw_steps(const std::string& kind, int number) {
   std::vector<int> plans;  // those that can be used
   while (num_steps() < number) {
     Step step{};
-    const int what = plans.empty() ? 0 : between(0, 9);
+    const int what = plans.empty() ? 0 : kind == "many" ? 3 * num_steps() : between(0, 9);
     step.kind = what < shares.plans                       ? Step::kPlan
                 : what < shares.plans + shares.dispatches ? Step::kDispatch
                                                           : Step::kCombine;
@@ -113,7 +113,7 @@ void Rows::draw_steps(const std::string& kind, int number) {
     }
     step.row_bytes = std::min(sizes.max_row_bytes, 16 * one_of({1, 3, 16, 65, 128, 129, 256, 384}));
     step.dtype = Numbers::of_any_dtype().dtype();
-    step.phases = between(1, kPhases);
+    step.phases = between(1, kind == "many" ? 2 : kPhases);
     step.sms = between(min_ctas(sizes.ranks), kSms);
     step.has_weights = between(0, 1) == 1;
     steps_.push_back(step);

@@ -6,7 +6,7 @@
 //   dispatches   one dispatch after the other, of smaller shapes
 //   combines     one combine after the other, of some chunks
 //   chunks       more chunks of tokens than a CTA holds, and many CTAs
-//   many         a few steps of small shapes, for more ranks than a warp has lanes
+//   many         one step of each kind, of small shapes, for more ranks than a warp has lanes
 //   experts      more experts on a rank than a warp has lanes, and many assignments
 //   plans        one plan after the other, with invalid assignments
 //   failures     a rank stops, comes late, refuses a call or makes another one (rounds.cpp)

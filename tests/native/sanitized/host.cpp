@@ -284,7 +284,7 @@ void results() {
   ncclepGroup_t group = nullptr;
   ncclepGroupConfig_t of_group = NCCLEP_GROUP_CONFIG_INIT;
   of_group.num_experts = 3;
-  must_fail("1 3 experts: from 1 to 512, and a multiple of the 2 ranks",
+  must_fail("1 3 experts: from 1 to 4096, and a multiple of the 2 ranks",
             [&] { must(ncclepGroupCreate(&group, comm, &of_group)); });
   must(ncclepCommDestroy(comm));
   must_fail("1 the native group was closed, or is NULL", [] { must(ncclepGroupDestroy(nullptr)); });
