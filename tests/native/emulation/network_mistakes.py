@@ -64,14 +64,16 @@ MISTAKES = {
         "return;\n      «fence_system();»\n      for (int place = 0;", "",
         "rails-dispatches", 4, "dispatch: "),
     "rails: a node token's weight is taken when its row is there": (
-        "native/rows/dispatch.cu", "if («job.has_weights && !is_local(me, source)») return", "false",
+        "native/rows/dispatch.cu",
+        "if («job.has_weights && !is_local(me, source)») return", "false",
         "rails-dispatches", 4, "dispatch: weight"),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
         "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
-        "native/rows/domain_sums.cuh", "kSumsPut, domain,\n" + " " * 51 + "«phase + 1», epoch_)", "0",
+        "native/rows/domain_sums.cuh",
+        "kSumsPut, domain,\n" + " " * 51 + "«phase + 1», epoch_)", "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
