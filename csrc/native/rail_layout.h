@@ -11,6 +11,8 @@
 // Letters as in state.h; D domains of L ranks.  `[d]` is for, or of, the rail peer in domain d.
 #pragma once
 
+#include <algorithm>
+
 #include "native/state.h"
 
 namespace ncclep::native {
@@ -79,9 +81,24 @@ NCCLEP_BOTH inline int number_among_others(int own, int domain) {
   return domain < own ? domain : domain - 1;
 }
 
-// Half of the rows window of a rank in domain `own`, for one dispatch: rows that it stages for its
-// domain, then node tokens' rows on their way to each other domain, then those that each rail peer
-// put here.
+// Rounds: where rows windows for all tokens would be large, dispatch and combine are several
+// kernels each, one after the other, for so many tokens of a rank, and so many node tokens of each
+// domain. A node token is in the round of its token, or in an earlier one.
+
+// Calls launch(begin, end) for each round of at most `most_tokens` tokens; at least once.
+template <typename Launch>
+void for_each_round(const Control& control, int most_tokens, Launch&& launch) {
+  int begin = 0;
+  do {
+    const int end = begin + control.round_tokens();
+    launch(begin, end < most_tokens ? end : most_tokens);
+    begin = end;
+  } while (begin < most_tokens);
+}
+
+// Half of the rows window of a rank in domain `own`, for one round of a dispatch: rows that it
+// stages for its domain, then node tokens' rows on their way to each other domain, then those that
+// each rail peer put here.
 struct RailRows {
   std::size_t dispatch_bytes;  // of the half
   int num_domains;
@@ -96,23 +113,25 @@ struct RailRows {
   }
 };
 
-// The part of a rows window that combine uses, after both halves: sums of ranks for this rank's
-// tokens and for node tokens of its rail peers, [domain][token][place]; then domains' sums, of node
-// tokens on their way to each rail peer, and of this rank's tokens, by domain.
+// The part of a rows window that combine uses, after both halves.  Of a round: sums of ranks for
+// this rank's tokens and for node tokens of its rail peers, [domain][token][place]; then domains'
+// sums of node tokens on their way to each rail peer.  Of all rounds: domains' sums of this rank's
+// tokens, by domain.
 struct RailSums {
   std::size_t dispatch_bytes;
-  int num_domains, local_ranks;
+  int num_domains, local_ranks, num_rounds;
 
   NCCLEP_BOTH std::size_t of_ranks(int domain) const { return at(domain * local_ranks); }
   NCCLEP_BOTH std::size_t sent(int own, int domain) const {
     return at(num_ranks() + number_among_others(own, domain));
   }
   NCCLEP_BOTH std::size_t of_domain(int domain) const {
-    return at(num_ranks() + num_domains - 1 + domain);
+    return at(num_ranks() + num_domains - 1 + num_rounds * domain);
   }
   // In the parts of a RailRows; of a group of one domain a row of each rank for each token.
   NCCLEP_BOTH int num_parts() const {
-    return num_domains == 1 ? local_ranks : num_ranks() + 2 * num_domains - 1;
+    if (num_domains == 1) return local_ranks;
+    return num_ranks() + num_domains - 1 + num_rounds * num_domains;
   }
 
  private:
@@ -122,11 +141,29 @@ struct RailSums {
   }
 };
 
-// Bytes of a rows window, for tokens whose rows have `token_bytes` together.
-inline std::size_t rows_window_bytes(const Control& control, std::size_t token_bytes) {
-  const int domains = control.num_domains;
-  return token_bytes * (2 * RailRows::num_parts(domains) +
-                        RailSums{0, domains, control.local_ranks()}.num_parts());
+// Bytes of half a rows window, for rows of at most `row_bytes`.
+inline std::size_t dispatch_bytes(const Control& control, std::size_t row_bytes) {
+  return row_bytes * control.round_tokens() * RailRows::num_parts(control.num_domains);
+}
+
+// Bytes of a rows window.
+inline std::size_t rows_window_bytes(const Control& control, std::size_t row_bytes) {
+  const RailSums sums{0, control.num_domains, control.local_ranks(), control.num_rounds};
+  return 2 * dispatch_bytes(control, row_bytes) +
+         row_bytes * control.round_tokens() * sums.num_parts();
+}
+
+// The fewest rounds with which a rows window has at most `most_bytes`, if there is such a number;
+// at most so many that a round has `least_tokens`.
+inline int num_rounds_for(Control control, std::size_t row_bytes, std::size_t most_bytes,
+                          int least_tokens) {
+  if (control.num_domains == 1) return 1;
+  const int most = std::max(1, control.max_tokens / least_tokens);
+  control.num_rounds = 1;
+  while (control.num_rounds < most && rows_window_bytes(control, row_bytes) > most_bytes) {
+    ++control.num_rounds;
+  }
+  return control.num_rounds;
 }
 
 }  // namespace ncclep::native

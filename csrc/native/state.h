@@ -84,8 +84,13 @@ struct Control {
   int max_tokens;  // a multiple of kChunk, so every array starts at a multiple of 8 bytes
   int max_top_k;
   int num_domains = 1;  // of NVLink, each of as many ranks, one after the other (rail_layout.h)
+  int num_rounds = 1;   // in which max_tokens are dispatched and combined; 1 within one domain
 
   NCCLEP_BOTH int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
+  // Tokens, or node tokens of a domain, of a round: a multiple of kChunk.
+  NCCLEP_BOTH int round_tokens() const {
+    return (max_chunks() + num_rounds - 1) / num_rounds * kChunk;
+  }
   NCCLEP_BOTH int max_units() const { return max_tokens / kUnit; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH int local_ranks() const { return num_ranks / num_domains; }
@@ -177,17 +182,18 @@ struct Mailbox {
 
 // In device memory of one rank; zero at the start.
 struct State {
-  std::uint64_t epoch;     // operations that are over
-  std::uint64_t plans;     // plans that are over
-  std::uint64_t received;  // the last plan whose routes were received; 0: none in these windows
-  std::uint64_t dispatches;
-  std::uint64_t entries;    // calls that were entered (device/call_barrier.cuh) and are over
-  std::uint64_t waited_ns;  // in total, for other ranks to enter this rank's calls
-  unsigned int arrived;     // at the current operation's grid barriers, all counted together
-  unsigned int leaving;     // CTAs of the current operation that are done
-  unsigned int next;        // next work item that no warp has taken (device/work_counter.cuh)
-  unsigned int failed;      // kernels do no more work, and fill their outputs with NaN
-  unsigned int is_bad;      // this rank's routing in the current plan
+  std::uint64_t epoch;       // operations that are over
+  std::uint64_t plans;       // plans that are over
+  std::uint64_t received;    // the last plan whose routes were received; 0: none in these windows
+  std::uint64_t dispatches;  // each round counts
+  std::uint64_t dispatch_calls;  // with all their rounds
+  std::uint64_t entries;         // calls that were entered (device/call_barrier.cuh) and are over
+  std::uint64_t waited_ns;       // in total, for other ranks to enter this rank's calls
+  unsigned int arrived;          // at the current operation's grid barriers, all counted together
+  unsigned int leaving;          // CTAs of the current operation that are done
+  unsigned int next;             // next work item that no warp has taken (device/work_counter.cuh)
+  unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
+  unsigned int is_bad;           // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
   unsigned int staged[kPhases];                 // CTAs that have staged their part of each phase
   unsigned int put_phases;  // phases of the current dispatch that were put to rail peers

@@ -15,6 +15,15 @@
 
 namespace ncclep::native {
 
+namespace {
+
+// With several domains, a rows window that would be larger is for rounds; of at least so many
+// tokens, because each has fixed costs (docs/network.md).
+constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
+constexpr int kLeastRoundTokens = 512;
+
+}  // namespace
+
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
       control_{communicator_->num_ranks(), num_experts, 0, 0},
@@ -134,11 +143,12 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
   const int domains = larger.num_domains;
+  larger.num_rounds = num_rounds_for(larger, row_bytes, kMostRowsBytes, kLeastRoundTokens);
   const Reach reach = domains > 1 ? Reach::kNetwork : Reach::kDomain;
   control_window_ = std::make_shared<Window>(
       communicator_, domains > 1 ? RailLayout{larger}.end() : larger.num_bytes(), reach);
-  rows_window_ = std::make_shared<Window>(
-      communicator_, rows_window_bytes(larger, row_bytes * larger.max_tokens), reach);
+  rows_window_ =
+      std::make_shared<Window>(communicator_, rows_window_bytes(larger, row_bytes), reach);
   control_ = larger;
   row_bytes_ = row_bytes;
 }
@@ -227,8 +237,7 @@ KernelContext Group::context(std::uint64_t call) const {
   };
   context.control_of = windows_of(*control_window_);
   context.rows_of = windows_of(*rows_window_);
-  context.dispatch_bytes =
-      row_bytes_ * control_.max_tokens * RailRows::num_parts(control_.num_domains);
+  context.dispatch_bytes = native::dispatch_bytes(control_, row_bytes_);
   context.state = state_;
   context.mailbox = mailbox_on_device_;
   context.deadline_ns = static_cast<std::uint64_t>(timeout_s_ * 1e9);

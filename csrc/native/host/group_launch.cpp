@@ -1,6 +1,7 @@
 // The group's members that queue the steps: plan, dispatch, combine.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "common/cuda.h"
@@ -171,7 +172,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.most_tokens = plan.num_chunks * kChunk;
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(x);
-  job.num_phases = num_phases_of(job.most_tokens, job.row_bytes);
+  job.num_phases = num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
   job.num_rows = rows.shape.at(0);
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + num_local;
@@ -212,7 +213,8 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.routes = received_routes(plan);
   if (control_.num_domains > 1) {
     job.most_tokens = plan.num_chunks * kChunk;
-    job.num_phases = num_phases_of(job.most_tokens, job.row_bytes);
+    job.num_phases =
+        num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
     job.rail_routes = rail_routes(plan);
   }
   const KernelContext me =

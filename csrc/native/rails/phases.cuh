@@ -10,27 +10,55 @@
 
 #include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
+#include "native/plan/plan.h"
 #include "native/state.h"
 
 namespace ncclep::native {
 
-// The first two phases have half as many tokens as the others.  The bounds are the same on all
-// ranks.
+// Phases are those of a round.  The first two have half as many tokens as the others.  The bounds
+// are the same on all ranks.
 template <typename Job>
 __device__ int halves_of(const Job& job) {
   return max(1, 2 * (job.num_phases - 1));
 }
 
 template <typename Job>
-__device__ int phase_start(const Job& job, int phase) {
+__device__ int part_up_to(const Job& job, int phase, int tokens) {
   const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
-  return (job.most_tokens * half + halves - 1) / halves;
+  return (tokens * half + halves - 1) / halves;
+}
+
+template <typename Job>
+__device__ int phase_start(const Job& job, int phase) {
+  return job.begin + part_up_to(job, phase, job.end - job.begin);
 }
 
 template <typename Job>
 __device__ int phase_of(const Job& job, int token) {
-  const int half = token * halves_of(job) / job.most_tokens;
+  const int half = (token - job.begin) * halves_of(job) / (job.end - job.begin);
   return half < 2 ? half : half / 2 + 1;
+}
+
+// Weights of all tokens go with the first round, because a token may be in a later one than it is
+// as node token.
+template <typename Job>
+__device__ int weights_start(const Job& job, int phase) {
+  return job.begin > 0 ? job.num_tokens
+                       : min(job.num_tokens, part_up_to(job, phase, job.most_tokens));
+}
+
+// The pairs of a source in the round: from the first, up to the end.
+template <typename R, typename Job>
+__device__ int first_pair(const Job& job, int source) {
+  const ReceivedRoutes& routes = job.routes;
+  if constexpr (!R::kAreThere) return routes.first_pair[source];
+  return routes.chunk_pair[source * (routes.num_chunks + 1) + job.begin / kChunk];
+}
+template <typename R, typename Job>
+__device__ int end_pair(const Job& job, int source) {
+  const ReceivedRoutes& routes = job.routes;
+  if constexpr (!R::kAreThere) return routes.first_pair[source + 1];
+  return routes.chunk_pair[source * (routes.num_chunks + 1) + (job.end + kChunk - 1) / kChunk];
 }
 
 // The address on `rank` of the weights of `source`'s assignments.
@@ -58,7 +86,7 @@ __device__ const char* rows_from(const KernelContext& me, int source, std::uint6
 // have completed: they count the phases.  Called by one thread.
 template <typename R, typename Job>
 __device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, int phase,
-                          std::uint64_t parity, std::uint64_t epoch) {
+                          std::uint64_t parity, std::uint64_t calls, std::uint64_t epoch) {
   const auto is_next = [&] {
     return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == phase;
   };
@@ -68,14 +96,14 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
   const int own = me.control.domain_of(me.rank);
   for (int domain = 0; domain < me.control.num_domains; ++domain) {
     if (domain == own) continue;
-    const int last = min(end, job.num_tokens);
-    if (job.has_weights && last > start) {
-      const std::size_t at =
-          reinterpret_cast<char*>(weights_at(me, me.rank, me.rank, parity) + start * job.top_k) -
-          me.control_of[me.rank];
-      put(me, rails, kControlWindow, domain, at, at, sizeof(float) * (last - start) * job.top_k);
+    const int first_token = weights_start(job, phase), last = weights_start(job, phase + 1);
+    if (job.has_weights && last > first_token) {
+      const float* weights = weights_at(me, me.rank, me.rank, calls % 2) + first_token * job.top_k;
+      const std::size_t at = reinterpret_cast<const char*>(weights) - me.control_of[me.rank];
+      const std::size_t num_bytes = sizeof(float) * (last - first_token) * job.top_k;
+      put(me, rails, kControlWindow, domain, at, at, num_bytes);
     }
-    const std::size_t first = std::size_t{1} * start * job.row_bytes;
+    const std::size_t first = std::size_t{1} * (start - job.begin) * job.row_bytes;
     const int num_rows = max(0, min(end, job.rail_routes.num_sent[domain]) - start);
     put(me, rails, kRowsWindow, domain, parity * me.dispatch_bytes + rows.put(domain, own) + first,
         parity * me.dispatch_bytes + rows.sent(own, domain) + first,

@@ -51,7 +51,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
                     std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator<R> iterator(me, routes, slice, warp);
+  PairIterator<R> iterator(me, job, slice, warp);
   const bool sends_weights = sends && job.has_weights;
   // Routes are prefetched: the range of assignments of the pair after the next one, and the slots
   // of the next one.
@@ -101,7 +101,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out = sends ? place_of_sum<R>(me, source, now.token, me.rank, job.row_bytes)
+    sum->out = sends ? place_of_sum<R>(me, job, source, now.token, me.rank)
                      : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
     if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
@@ -191,7 +191,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     const int own_first = is_own_first ? 0 : parts_before;
     if (is_part) {
       parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
-          place_of_sum<NoRails>(me, me.rank, now.token, lane, job.row_bytes);
+          place_of_sum<NoRails>(me, job, me.rank, now.token, lane);
     }
     if (lane < own_rows) {
       parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if (warp < kAddingWarps) {
       add<T, R>(me, job, slice, sends, add_up_rings[warp], tracker, warp, entry, epoch);
     } else {
-      track_completion<R>(me, job.routes, slice, tracker, [&](const Batch& batch) {
+      track_completion<R>(me, job, slice, tracker, [&](const Batch& batch) {
         if (sends) {
           publish_sent<R>(me, job.routes, batch, epoch);
         } else {
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       const auto needed = [&](int source) { return needed_units(me, job.routes, source); };
       watch(me, Phase::kCombine, epoch, needed, flag, progress);
     } else if (warp == kWarps - 1) {
-      track_completion<NoRails>(me, job.routes, slice, tracker, [&](const Batch& batch) {
+      track_completion<NoRails>(me, job, slice, tracker, [&](const Batch& batch) {
         publish_sent<NoRails>(me, job.routes, batch, epoch);
       });
     }
@@ -325,8 +325,13 @@ void launch_combine(const KernelContext& me, const Combine& arguments, int num_s
       std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
   const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
                                            arguments.row_bytes, me.control.num_domains);
-  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
-                       arguments, shape, split, rails);
+  for_each_round(me.control, arguments.most_tokens, [&](int begin, int end) {
+    Combine round = arguments;
+    round.begin = begin;
+    round.end = end;
+    launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
+                         round, shape, split, rails);
+  });
 }
 
 }  // namespace

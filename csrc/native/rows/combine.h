@@ -22,13 +22,15 @@ struct Combine {
   int num_tokens, top_k, row_bytes;
   TokenRoutes token_routes;
   ReceivedRoutes routes;
-  // With several domains: the tokens of any rank, and the phases in which sums are put, 1 to
-  // kPhases; the same on all ranks.
+  // With several domains: the tokens of any rank, and the phases in which the sums of a
+  // round are put, 1 to kPhases; the same on all ranks.
   int most_tokens = 0, num_phases = 0;
   RailRoutes rail_routes{};
+  int begin = 0, end = 0;  // of a kernel's round: set by `combine`
 };
 
-// Queues the combine.  Collective.  `rails` are null unless there are several domains.
+// Queues the combine, a kernel for each round.  Collective.  `rails` are null unless there are
+// several domains.
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails = nullptr);
 

@@ -16,7 +16,9 @@
 // last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
 // own.
 //
-// The window has two halves, for consecutive dispatches: a rank that is still pulling the previous
+// With rounds (rail_layout.h) this is what a kernel does for one of them.
+//
+// The window has two halves, for consecutive kernels: a rank that is still pulling the previous
 // dispatch is not disturbed by this one.  No rank still pulls the one before that, whose half is
 // reused now: all ranks had entered the previous dispatch when this rank left it
 // (device/call_barrier.cuh).
@@ -75,7 +77,7 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
 }
 
 // Copies one warp's share of a phase's rows into this rank's window: to each place from `start` to
-// `end` the row of the token `token_at(place)`, unless that is -1.
+// `end` the row of the token `token_at(place)`, unless that is -1; the round is at its start.
 template <typename TokenAt>
 __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ring, int warp,
                            int num_warps, int start, int end, char* window, TokenAt&& token_at) {
@@ -92,7 +94,7 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
     if (place >= end) return false;
     const int begin = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
-    offset[s] = static_cast<std::size_t>(place) * job.row_bytes + begin;
+    offset[s] = static_cast<std::size_t>(place - job.begin) * job.row_bytes + begin;
     if (lane == 0) {
       start_load(ring.pieces + s * shape.piece_bytes,
                  job.x + static_cast<std::size_t>(token) * job.row_bytes + begin, bytes[s],
@@ -116,7 +118,8 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
 template <typename R>
 __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
                       const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
-                      int end_phase, std::uint64_t parity, std::uint64_t epoch) {
+                      int end_phase, std::uint64_t parity, std::uint64_t calls,
+                      std::uint64_t epoch) {
   const Control& layout = me.control;
   const std::uint32_t others = ~(1u << layout.place_of(me.rank));  // of this domain
   const int thread = threadIdx.x, warp = thread / kWarpSize;
@@ -125,7 +128,10 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
     const int start = phase_start(job, phase);
     const int end = min(phase_start(job, phase + 1), job.num_tokens);
     if (warp == 0) {
-      if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, parity);
+      if (job.has_weights) {
+        stage_weights<R>(me, job, num_ctas, weights_start(job, phase),
+                         weights_start(job, phase + 1), calls % 2);
+      }
     } else if (warp <= shape.warps) {
       const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
       stage_rows(job, shape, ring, number, warps, start, end, window,
@@ -155,7 +161,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
       auto* flags = reinterpret_cast<std::uint64_t*>(control + layout.staged());
       store_relaxed(flags + me.rank * kPhases + phase, epoch);
     }
-    if constexpr (R::kAreThere) put_phase(me, rails, job, phase, parity, epoch);
+    if constexpr (R::kAreThere) put_phase(me, rails, job, phase, parity, calls, epoch);
   }
 }
 
@@ -196,8 +202,8 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
             ? job.w
             : weights_at(me, R::kAreThere && !is_local(me, source) ? host_of(me, source) : me.rank,
                          source, parity);
-    const int end = routes.pair_first[routes.first_pair[source + 1]];
-    int assignment = routes.pair_first[routes.first_pair[source]] + start;
+    const int end = routes.pair_first[end_pair<R>(job, source)];
+    int assignment = routes.pair_first[first_pair<R>(job, source)] + start;
     for (; assignment < end; assignment += kUnroll * step) {
       int slot[kUnroll], index[kUnroll];
       float weight[kUnroll];
@@ -220,9 +226,10 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
 }
 
 // The number of phases of a source up to the last that has rows for this rank.
+template <typename R>
 __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int source) {
   if (source == me.rank) return 0;
-  const int first = job.routes.first_pair[source], end = job.routes.first_pair[source + 1];
+  const int first = first_pair<R>(job, source), end = end_pair<R>(job, source);
   if (end == first) return 0;
   // A node token's weights come with the phase of the token, its row perhaps earlier.
   if (job.has_weights && !is_local(me, source)) return job.num_phases;
@@ -237,7 +244,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
   for (int source = lane; source < num_ranks; source += kWarpSize) {
-    most_pairs = max(most_pairs, routes.first_pair[source + 1] - routes.first_pair[source]);
+    most_pairs = max(most_pairs, end_pair<R>(job, source) - first_pair<R>(job, source));
   }
   most_pairs = __reduce_max_sync(~0u, most_pairs);
   const int items = most_pairs * num_ranks * shape.pieces;
@@ -260,8 +267,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
       // Consecutive items alternate between ranks, so that the warps pull from all ranks at any
       // time.
       found.source = (me.rank + 1 + turn) % num_ranks;
-      const int pair = routes.first_pair[found.source] + turn / num_ranks;
-      if (pair >= routes.first_pair[found.source + 1]) continue;
+      const int pair = first_pair<R>(job, found.source) + turn / num_ranks;
+      if (pair >= end_pair<R>(job, found.source)) continue;
       found.is_there = true;
       found.piece = item % shape.pieces;
       found.token = routes.pair_token[pair];
@@ -296,9 +303,11 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     offset[s] = now.piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
     if (lane == 0) {
-      const char* base = now.source == me.rank ? job.x : rows_from<R>(me, now.source, parity);
+      const bool is_own = now.source == me.rank;
+      const char* base = is_own ? job.x : rows_from<R>(me, now.source, parity);
+      const int place = is_own ? now.token : now.token - job.begin;
       start_load(ring.pieces + s * shape.piece_bytes,
-                 base + static_cast<std::size_t>(now.token) * job.row_bytes + offset[s], bytes[s],
+                 base + static_cast<std::size_t>(place) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);
     }
     slot[s] = now.slot;
@@ -322,6 +331,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   __shared__ Progress progress;
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
+  const std::uint64_t calls = *static_cast<volatile std::uint64_t*>(&me.state->dispatch_calls) + 1;
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
@@ -332,10 +342,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
               full[has_ring ? place : 0]};
     if (has_ring) ring.init();
-    stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, epoch);
+    stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
     if (static_cast<int>(blockIdx.x) < split.staging) {
-      stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, epoch);
-      zero_padding(me, job, split.staging);
+      stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, calls, epoch);
+      if (job.begin == 0) zero_padding(me, job, split.staging);
     }
     if (warp == 0) {
       if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);
@@ -348,9 +358,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
                                                       me.control.staged()) +
                source * kPhases + phase;
       };
-      const auto needed = [&](int source) { return needed_phases(me, job, source); };
+      const auto needed = [&](int source) { return needed_phases<R>(me, job, source); };
       watch(me, Phase::kDispatch, epoch, needed, flag, progress);
-      if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, parity);
+      if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, calls % 2);
     } else if (has_ring) {
       pull<R>(me, job, shape, ring, progress, parity);
     }
@@ -362,6 +372,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if (threadIdx.x == 0) {
     me.state->dispatches = dispatches;
+    if (job.end == job.most_tokens) me.state->dispatch_calls = calls;
     leave_call<R>(me, entry);
     count_signals<R>(me, kRowsPut, job.num_phases);
     me.state->epoch = epoch;
@@ -373,8 +384,13 @@ void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num
                      std::uintptr_t stream, const R& rails) {
   const RingShape shape = ring_shape(arguments.row_bytes);
   const DispatchSplit split = split_dispatch(num_sms);
-  launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
-                       shape.shared_bytes(), stream, me, arguments, shape, split, rails);
+  for_each_round(me.control, arguments.most_tokens, [&](int begin, int end) {
+    Dispatch round = arguments;
+    round.begin = begin;
+    round.end = end;
+    launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
+                         shape.shared_bytes(), stream, me, round, shape, split, rails);
+  });
 }
 
 }  // namespace

@@ -17,16 +17,18 @@ struct Dispatch {
   // Needed because a tensor without elements has a null pointer too.
   bool has_weights;
   int num_tokens, most_tokens, top_k, row_bytes;  // most_tokens: of any rank
-  int num_phases;  // in which rows are staged, 1 to kPhases; the same on all ranks
+  int num_phases;  // in which the rows of a round are staged, 1 to kPhases; the same on all ranks
   std::int64_t num_rows;
   const std::int64_t* tokens_per_expert;  // [experts of this rank]
   const std::int64_t* routed_per_expert;  // [experts of this rank]
   const std::uint32_t* token_ranks;       // [T]
   ReceivedRoutes routes;
   RailRoutes rail_routes{};  // with several domains
+  int begin = 0, end = 0;    // of a kernel's round: set by `dispatch`
 };
 
-// Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
+// Queues the dispatch, a kernel for each round.  Collective.  `rails` are null unless there are
+// several domains.
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails = nullptr);
 

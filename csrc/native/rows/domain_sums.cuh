@@ -50,17 +50,18 @@ __device__ int value_of(const KernelContext& me, const Combine& job, int source,
   return token * job.top_k + index % job.top_k;  // by node tokens
 }
 
-// The tokens whose sums this rank makes for `domain`: its own, or node tokens.
-__device__ inline int num_summed(const KernelContext& me, const Combine& job, int domain) {
-  return domain == me.control.domain_of(me.rank) ? job.num_tokens
-                                                 : job.rail_routes.num_here[domain];
+// The end of the tokens whose sums this rank makes for `domain` up to this round: its own, or node
+// tokens.
+__device__ inline int end_of_sums(const KernelContext& me, const Combine& job, int domain) {
+  const bool is_own = domain == me.control.domain_of(me.rank);
+  return min(job.end, is_own ? job.num_tokens : job.rail_routes.num_here[domain]);
 }
 
 // Waits until the sums of a phase are done, by warps of this rank: those have deadlines.
 __device__ inline bool wait_for_sums(const KernelContext& me, const Combine& job, int domain,
                                      int phase) {
-  const int num = num_summed(me, job, domain);
-  const int goal = min(num, phase_start(job, phase + 1)) - min(num, phase_start(job, phase));
+  const int end = end_of_sums(me, job, domain);
+  const int goal = min(end, phase_start(job, phase + 1)) - min(end, phase_start(job, phase));
   while (static_cast<int>(atomicAdd(&me.state->summed[domain][phase], 0u)) < goal) {
     if (has_failed(me)) return false;
   }
@@ -75,23 +76,24 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
                          std::uint64_t epoch) {
   const Control& layout = me.control;
   const RailLayout there{layout};
-  const RailSums sums{me.dispatch_bytes, layout.num_domains, layout.local_ranks()};
+  const RailSums sums = rail_sums(me);
   const int lane = threadIdx.x % kWarpSize, own = layout.domain_of(me.rank);
   for (int phase = 0; phase < job.num_phases; ++phase) {
     for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
       if (!has_rail_peer(me, domain)) continue;
-      const int num = num_summed(me, job, domain);
+      const int end = end_of_sums(me, job, domain);
       if (!wait_for_sums(me, job, domain, phase)) return;
       fence_system();
-      const std::size_t start = min(num, phase_start(job, phase));
-      const std::size_t number = min(num, phase_start(job, phase + 1)) - start;
+      const std::size_t start = min(end, phase_start(job, phase));
+      const std::size_t number = min(end, phase_start(job, phase + 1)) - start;
       if (job.has_weights && number > 0) {
         const std::size_t row = 4 * layout.assignments(), first = 4 * start * job.top_k;
         put(me, rails, kControlWindow, domain, there.values() + own * row + first,
             there.sent_values() + domain * row + first, 4 * number * job.top_k);
       }
       put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
-          sums.sent(own, domain) + start * job.row_bytes, number * job.row_bytes, kSumsPut);
+          sums.sent(own, domain) + (number == 0 ? 0 : start - job.begin) * job.row_bytes,
+          number * job.row_bytes, kSumsPut);
     }
   }
   for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
@@ -111,14 +113,14 @@ class DomainSums {
         job_(job),
         parts_(parts),
         epoch_(epoch),
-        sums_{me.dispatch_bytes, me.control.num_domains, me.control.local_ranks()},
+        sums_(rail_sums(me)),
         window_(me.rows_of[me.rank]),
         own_(me.control.domain_of(me.rank)),
         counter_(me) {
     int most = 0;
     for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains;
          domain += kWarpSize) {
-      most = max(most, num_summed(me, job, domain));
+      most = max(most, end_of_sums(me, job, domain) - job.begin);
     }
     num_items_ = __reduce_max_sync(~0u, most) * me.control.num_domains;
   }
@@ -135,8 +137,8 @@ class DomainSums {
         return false;
       }
       domain = (own_ + 1 + item % num_domains) % num_domains;
-      token = item / num_domains;
-    } while (token >= num_summed(me_, job_, domain));
+      token = job_.begin + item / num_domains;
+    } while (token >= end_of_sums(me_, job_, domain));
     if (lane == 0) begun_[num_begun_ % kNotes] = domain * kPhases + phase_of(job_, token);
     ++num_begun_;
 
@@ -170,7 +172,7 @@ class DomainSums {
     if (is_part) {
       const int before = __popc(others & ((1u << lane) - 1));
       parts_[before + (own_first == 0 || lane > place ? own_rows : 0)] =
-          place_of_sum<R>(me_, source, token, rank, job_.row_bytes);
+          place_of_sum<R>(me_, job_, source, token, rank);
     }
     if (lane < own_rows) {
       const int slot = routes.assignment_slot[first + lane];
@@ -187,8 +189,9 @@ class DomainSums {
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
+    const std::size_t row = domain == own_ ? token : token - job_.begin;
     sum->out = window_ + (domain == own_ ? sums_.of_domain(own_) : sums_.sent(own_, domain)) +
-               static_cast<std::size_t>(token) * job_.row_bytes;
+               row * job_.row_bytes;
     return true;
   }
 
@@ -206,9 +209,9 @@ class DomainSums {
   // The sum over domains for this rank's next token.
   __device__ bool next_of_all(Sum* sum) {
     const int lane = threadIdx.x % kWarpSize;
-    const int token = (item_ >= 0 ? item_ : counter_.take()) - num_items_;
+    const int token = job_.begin + (item_ >= 0 ? item_ : counter_.take()) - num_items_;
     item_ = -1;
-    if (token >= job_.num_tokens) return false;
+    if (token >= end_of_sums(me_, job_, own_)) return false;
     const RailRoutes& routes = job_.rail_routes;
     int num_parts = 0;  // a token has at most as many domains as assignments
     for (int first = 0; first < me_.control.num_domains; first += kWarpSize) {
@@ -220,7 +223,7 @@ class DomainSums {
         place = routes.node_of[std::int64_t{domain} * routes.num_tokens + token];
       }
       bool is_here = true;
-      if (place >= 0) {
+      if (place >= job_.begin) {  // what came in an earlier round was waited for then
         const int phase = phase_of(job_, place);
         is_here = domain == own_ ? wait_for_sums(me_, job_, own_, phase)
                                  : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
@@ -266,7 +269,7 @@ class DomainSums {
   }
 
   __device__ bool give_up() {
-    item_ = num_items_ + job_.num_tokens;
+    item_ = num_items_ + job_.end - job_.begin;
     return false;
   }
 

@@ -5,6 +5,8 @@
 
 #include "native/device/wait.cuh"
 #include "native/plan/plan.h"
+#include "native/rails/phases.cuh"
+#include "native/rows/combine.h"
 #include "native/rows/ring.cuh"
 #include "native/state.h"
 
@@ -22,8 +24,8 @@ struct WarpSlice {
 template <typename R>
 class PairIterator {
  public:
-  __device__ PairIterator(const KernelContext& me, const ReceivedRoutes& routes,
-                          const WarpSlice& slice, int warp) {
+  __device__ PairIterator(const KernelContext& me, const Combine& job, const WarpSlice& slice,
+                          int warp) {
     const Control& layout = me.control;
     // It sums up for its rail peers itself.
     const int others = layout.num_ranks - (R::kAreThere ? layout.num_domains : 1);
@@ -36,8 +38,8 @@ class PairIterator {
     } else {
       source = (me.rank + 1 + place % others) % layout.num_ranks;
     }
-    first_ = routes.first_pair[source];
-    end_ = routes.first_pair[source + 1];
+    first_ = first_pair<R>(job, source);
+    end_ = end_pair<R>(job, source);
     step_ = (warps - place % others + others - 1) / others;  // warps for this rank
     next_ = first_ + place / others;
   }
@@ -124,12 +126,12 @@ constexpr int kBookPauses = 8, kBookPauseNs = 500;
 // Calls publish(batch) for the pairs that a warp of the slice has finished, once what the warp
 // wrote for them is visible to all ranks.  Called by one warp, whose lane i follows warp i.
 template <typename R, typename Publish>
-__device__ void track_completion(const KernelContext& me, const ReceivedRoutes& routes,
+__device__ void track_completion(const KernelContext& me, const Combine& job,
                                  const WarpSlice& slice, CompletionTracker& tracker,
                                  Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < slice.num_warps;
-  PairIterator<R> iterator(me, routes, slice, follows ? lane : 0);
+  PairIterator<R> iterator(me, job, slice, follows ? lane : 0);
   int num_published = 0;
   for (bool is_over = false; !is_over;) {
     for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {

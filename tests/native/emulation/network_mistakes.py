@@ -125,5 +125,14 @@ MISTAKES = {
     "many ranks: only a warp's lanes of sources are watched": (
         "native/rows/progress.cuh", "group = «(group + 1) % num_groups»;", "group",
         "rails-many", 33, "dispatch: "),
+    "rounds: weights lie where rows of a round do": (
+        "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
+        "rails-dispatches", 4, "dispatch: weight"),
+    "rounds: pairs of earlier ones are pulled": (
+        "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
+        "rails-dispatches", 4, "."),
+    "rounds: a domain's sums have room for one": (
+        "native/rail_layout.h", "num_domains - 1 + «num_rounds» * domain", "1",
+        "rails-combines", 4, "combine: "),
 }
 # fmt: on

@@ -34,18 +34,17 @@ Sequence::Sequence(const Sizes& drawn)
       states(drawn.ranks),
       mailboxes(drawn.ranks),
       deadlines_ns(drawn.ranks, emu::kJump / 2) {
-  shared_.control = {sizes.ranks, sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
-                     sizes.max_top_k, sizes.domains};
-  const std::size_t bytes = std::size_t{1} * sizes.max_row_bytes * shared_.control.max_tokens;
-  shared_.dispatch_bytes = bytes * RailRows::num_parts(sizes.domains);
+  shared_.control = {sizes.ranks,     sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
+                     sizes.max_top_k, sizes.domains,   sizes.rounds};
+  shared_.dispatch_bytes = dispatch_bytes(shared_.control, sizes.max_row_bytes);
   for (int rank = 0; rank < sizes.ranks; ++rank) {
     control_.emplace_back(RailLayout{shared_.control}.end(), 0);
-    rows_.emplace_back(rows_window_bytes(shared_.control, bytes), kGarbage);
+    rows_.emplace_back(rows_window_bytes(shared_.control, sizes.max_row_bytes), kGarbage);
     State& state = states[rank];
     std::memset(static_cast<void*>(&state), 0, sizeof(State));
     state.epoch = sizes.starts.operations;
     state.plans = sizes.starts.plans;
-    state.dispatches = sizes.starts.dispatches;
+    state.dispatches = state.dispatch_calls = sizes.starts.dispatches;
     state.entries = sizes.starts.entries;
     emu::add_memory(&state, sizeof(State));
     std::memset(static_cast<void*>(&mailboxes[rank]), 0, sizeof(Mailbox));

@@ -25,7 +25,7 @@ struct Starts {
 struct Sizes {
   int ranks, local, max_tokens, max_top_k, max_row_bytes;
   Starts starts;
-  int domains = 1;
+  int domains = 1, rounds = 1;
   int experts() const { return ranks * local; }
   int domain_of(int rank) const { return rank * domains / ranks; }
   int place_of(int rank) const { return rank % (ranks / domains); }

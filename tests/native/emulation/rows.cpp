@@ -50,6 +50,7 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
   }
   sizes.max_top_k = std::min(sizes.experts(), sizes.max_top_k);
   sizes.domains = domains;
+  if (domains > 1) sizes.rounds = std::min(one_of({1, 2, 3}), num_chunks_of(sizes.max_tokens));
   return sizes;
 }
 
