@@ -131,8 +131,9 @@ MISTAKES = {
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
         "rails-dispatches", 4, "."),
-    "rounds: a domain's sums have room for one": (
-        "native/rail_layout.h", "num_domains - 1 + «num_rounds» * domain", "1",
-        "rails-combines", 2, "combine: "),
+    "rounds: tokens of later ones are summed, too": (
+        "native/rows/domain_sums.cuh", "if (token >= «end_of_sums(me_, job_, own_)»)",
+        "job_.num_tokens",
+        "rails-combines", 4, "."),
 }
 # fmt: on
