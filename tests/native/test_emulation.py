@@ -47,6 +47,7 @@ class Case:
     ranks: int
     sequences: int
     mistake: int = -1
+    seed: int = 0  # of the first
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.ranks}"
@@ -74,6 +75,7 @@ class Mistake:
     kind: str
     ranks: int
     notice: str
+    seed: int = 0  # from which on it soon shows
 
 
 # Of schedules, order and failures.  What is a wrong number in every run the oracle sees anyway.
@@ -349,7 +351,7 @@ def rounds() -> Path:
 
 
 def run_rounds(program: Path, case: Case) -> subprocess.CompletedProcess[str]:
-    numbers = (case.ranks, 0, case.sequences, case.mistake)
+    numbers = (case.ranks, case.seed, case.sequences, case.mistake)
     command = [str(program), case.kind, *map(str, numbers)]
     limit = SEQUENCE_S * case.sequences
     # Its own: it could not start ("Bad address") while a test changes that of this process.
@@ -379,7 +381,7 @@ def test_sequences_are_the_oracles(ended: dict[Case, Ended], case: Case) -> None
 @pytest.mark.parametrize(
     ("case", "notice"),
     [
-        (Case(mistake.kind, mistake.ranks, MOST_SEQUENCES, number), mistake.notice)
+        (Case(mistake.kind, mistake.ranks, MOST_SEQUENCES, number, mistake.seed), mistake.notice)
         for number, mistake in enumerate(MISTAKES.values())
     ],
     ids=MISTAKES,

@@ -209,9 +209,9 @@ class NativeGroup:
         """The text for bad routings of these ranks in a `call`."""
         return (
             f"in an earlier {call}, topk_idx of rank {', '.join(map(str, ranks))} named an index "
-            f"that is not one of the {self.num_experts} experts, or an expert twice for a token, or "
-            "a routing map named more than top_k: those assignments were not routed; a plan without "
-            "max_recv_rows raises the error at once and names the assignment"
+            f"that is not one of the {self.num_experts} experts, or an expert twice for a token, "
+            "or a routing map named more than top_k: those assignments were not routed; a plan "
+            "without max_recv_rows raises the error at once and names the assignment"
         )
 
     def check(self) -> None:

@@ -88,7 +88,7 @@ MISTAKES = {
     "rails: values are sent while those of the combine before are put": (
         "native/rows/combine.cu", "wait_for_entry(me, Phase::kCombine, «source», entry",
         "host_of(me, source)",
-        "rails-combines", 4, "combine: weights"),
+        "rails-combines", 4, "combine: weights", 112),
     "rails: a sum is counted before it is stored": (
         "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd", "",
         "rails-combines", 4, "combine: "),
@@ -134,6 +134,6 @@ MISTAKES = {
     "rounds: tokens of later ones are summed, too": (
         "native/rows/domain_sums.cuh", "if (token >= «end_of_sums(me_, job_, own_)»)",
         "job_.num_tokens",
-        "rails-combines", 4, "."),
+        "rails-rows", 4, "."),
 }
 # fmt: on

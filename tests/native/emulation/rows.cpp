@@ -50,7 +50,9 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
   }
   sizes.max_top_k = std::min(sizes.experts(), sizes.max_top_k);
   sizes.domains = domains;
-  if (domains > 1) sizes.rounds = std::min(one_of({1, 2, 3}), num_chunks_of(sizes.max_tokens));
+  if (domains > 1 && kind != "combines") {
+    sizes.rounds = std::min(one_of({1, 1, 2, 3}), num_chunks_of(sizes.max_tokens));
+  }
   return sizes;
 }
 
@@ -319,8 +321,10 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
           : step.kind == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
-  require(step.kind == Step::kPlan || mailbox.failed_epoch == states[rank].epoch, "failure: rank ",
-          rank, " names operation ", mailbox.failed_epoch);
+  // Rounds after the one that failed count, too.
+  const bool is_last = states[rank].epoch - mailbox.failed_epoch < sizes.rounds;
+  require(step.kind == Step::kPlan || is_last, "failure: rank ", rank, " names operation ",
+          mailbox.failed_epoch);
   if (how == Failing::kRefuses) {
     require(reason == Reason::kRefused && mailbox.failed_peer == victim, "failure: rank ", rank,
             " does not say that rank ", victim, " refused");
