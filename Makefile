@@ -71,7 +71,7 @@ format: $(READY)  ## rewrite all sources in the project's style
 
 setup: $(READY)  ## make the virtual environment only
 
-$(READY): pyproject.toml setup.py $(NATIVE_SOURCES) $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
+$(READY): pyproject.toml setup.py $(NATIVE_SOURCES) $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh scripts/fetch_vllm.sh
 	scripts/setup_venv.sh $(VENV)
 	@touch $@
 

@@ -1,9 +1,11 @@
-"""vLLM's layers over our backend: its own classes and calls, on a CPU, with the reference engine."""
+"""vLLM's layers over our backend: its own classes and calls, on a CPU."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,14 +19,22 @@ from megatron_ncclep.errors import InputError, IntegrationError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 NUM_LOCAL, TOP_K, HIDDEN, BLOCK = 3, 2, 256, 128
 # More than low-latency mode has in the fourth batch, on one rank.
+SIZES = {
+    "experts_per_token": TOP_K, "hidden_dim": HIDDEN, "max_num_tokens": 700,
+    "in_dtype": torch.float32,
+}  # fmt: skip
 BATCHES = ((6, 0), (3, 8), (9, 33), (2, 513), (0, 0), (700, 600))
 
 
 @pytest.fixture(scope="module", params=real_vllm.RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+pytestmark = pytest.mark.any_python("vLLM is unpacked for Python 3.12")
 
 
 # Two ranks, on which the tests run (tests/on_ranks.py): new ones for each release.
@@ -57,10 +67,8 @@ def make_kernel(ctx: RankContext, release: str, kind: str, dtype: torch.dtype, *
     pairs = real_vllm.load(release, ctx.group)
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
-    moe = real_vllm.moe_config(
-        NUM_LOCAL, ctx.num_ranks, ctx.rank, experts_per_token=TOP_K, hidden_dim=HIDDEN,
-        max_num_tokens=700, in_dtype=dtype, **asked,
-    )  # fmt: skip
+    asked = {**SIZES, "in_dtype": dtype, **asked}
+    moe = real_vllm.moe_config(NUM_LOCAL, ctx.num_ranks, ctx.rank, **asked)
     quant = quant_config(kind)
     pair = pairs.maybe_make_prepare_finalize(moe, quant, allow_new_interface=True)
     experts = real_vllm.experts_class()(moe, quant)
@@ -73,6 +81,8 @@ def quant_config(kind: str) -> Any:
 
     if kind == "plain":
         return FusedMoEQuantConfig.make()
+    if kind == "fp8 of whole tensors":
+        return FusedMoEQuantConfig.make(torch.float8_e4m3fn)
     return FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[BLOCK, BLOCK])
 
 
@@ -119,3 +129,176 @@ def test_a_layers_output(ctx: RankContext, release: str, kind: str) -> None:
         used.append(kernel.prepare_finalize._mode_for(max(BATCHES[number])))
     few = [mode._calls.sizes.max_tokens for mode in used if isinstance(mode, modes.FewTokens)]
     assert few == [8, 8, 128, 8]
+
+
+def test_what_the_pair_does_not_do_is_refused(ctx: RankContext, release: str) -> None:
+    for asked, words in (
+        ({"enable_eplb": True}, "redundant experts"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"num_local_experts": NUM_LOCAL + 1}, "6 experts, 4 on this rank of 2"),
+        ({"dp_size": 1}, "data-parallel-size 1 and --enable-expert-parallel"),
+        ({"dp_size": 1, "use_ep": False}, "without --enable-expert-parallel"),
+        ({"in_dtype": torch.float64}, "dtype torch.float64"),
+    ):
+        dtype = asked.pop("in_dtype", torch.float32)
+        with pytest.raises(InputError, match=words):
+            make_kernel(ctx, release, "plain", dtype, **asked)
+    pairs = real_vllm.load(release, ctx.group)
+    moe = real_vllm.moe_config(NUM_LOCAL, 2, ctx.rank, **SIZES)
+    for asked, words in (
+        ({"routing_tables": (torch.zeros(1),) * 3}, "round-robin"),
+        ({"use_monolithic": True}, "monolithic"),
+    ):
+        with pytest.raises(InputError, match=words):
+            pairs.maybe_make_prepare_finalize(moe, None, **asked)
+    with pytest.raises(InputError, match=r"experts with inputs of .*float8"):
+        make_kernel(ctx, release, "fp8 of whole tensors", torch.float32)
+    with (
+        mock.patch.dict("os.environ", NCCLEP_MAX_RECV_ROWS="worst"),
+        pytest.raises(InputError, match="NCCLEP_MAX_RECV_ROWS"),
+    ):
+        make_kernel(ctx, release, "plain", torch.float16, num_experts=4, num_local_experts=2)
+    kernel, _ = make_kernel(ctx, release, "plain", torch.float32)
+    pair, (x, assignments, weights) = kernel.prepare_finalize, batch(1, 0, torch.float32)
+    with pytest.raises(InputError, match="8 experts: this pair was made for 6"):
+        pair.prepare(x, weights, assignments, 8, None, False, None, False)
+    with pytest.raises(InputError, match="top_k 2: only with top_k 1"):
+        pair.prepare(x, weights, assignments, 6, None, True, None, False)
+    from vllm import forward_context as contexts
+
+    with (
+        contexts.override_forward_context(mock.Mock(dp_metadata=None)),
+        pytest.raises(InputError, match="without the ranks' numbers of tokens"),
+    ):
+        pair.prepare(x, weights, assignments, 6, None, False, None, False)
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(InputError, match=r"graph of 513 tokens: .* up to 512: set --max-cudagraph"),
+    ):
+        pair._mode_for(513)
+
+
+def test_the_option_takes_the_name(ctx: RankContext, release: str) -> None:
+    """In code and on the command line; vLLM's other backends get what they got."""
+    pairs = real_vllm.load(release, ctx.group)
+    from vllm.config import ParallelConfig
+    from vllm.engine import arg_utils
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (command,) = re.findall(r"^vllm serve MODEL (.*)", PAGE.read_text(), re.M)
+    parser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(command.split())
+    assert (parsed.all2all_backend, parsed.enable_expert_parallel) == ("ncclep", True)
+    with pytest.raises(ValueError, match="'ncclep'"):
+        ParallelConfig(all2all_backend="nccl-ep")
+    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True, "is_moe_model": True}
+    for backend, num_tp, splits in (
+        ("ncclep", 2, True), ("ncclep", 1, False), ("deepep_low_latency", 2, True),
+        ("flashinfer_nvlink_two_sided", 2, False),
+    ):  # fmt: skip
+        config = ParallelConfig(all2all_backend=backend, tensor_parallel_size=num_tp, **ranks)
+        assert (config.all2all_backend, config.use_sequence_parallel_moe) == (backend, splits)
+    moe = real_vllm.moe_config(
+        NUM_LOCAL, 2, ctx.rank, **SIZES, all2all_backend="allgather_reducescatter", dp_size=1
+    )
+    given = pairs.maybe_make_prepare_finalize(moe, None, allow_new_interface=True)
+    assert type(given).__name__ == "MoEPrepareAndFinalizeNoDPEPModular"
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    assert unquantized.maybe_make_prepare_finalize is pairs.maybe_make_prepare_finalize
+
+
+def test_the_group_gets_a_manager(ctx: RankContext, release: str) -> None:
+    """vLLM's communicator looks for one in its own list, and would not find this name."""
+    real_vllm.load(release, ctx.group)
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
+
+    parallel_state._DP = parallel_state._TP = mock.Mock(rank_in_group=ctx.rank, world_size=2)
+    names = signature(DeviceCommunicatorBase).parameters
+    asked = {"use_all2all": True} if "use_all2all" in names else {}
+    for backend, manager in (
+        ("ncclep", "NcclEpAll2AllManager"), ("deepep_low_latency", "NoneType"),
+    ):  # fmt: skip
+        parallel = mock.Mock(all2all_backend=backend, data_parallel_size=2)
+        config = mock.Mock(parallel_config=parallel)
+        with mock.patch("vllm.config.get_current_vllm_config_or_none", return_value=config):
+            made = DeviceCommunicatorBase(ctx.group, unique_name="ep:0", **asked)
+        assert type(made.all2all_manager).__name__ == manager
+        assert made.use_all2all == (backend != "ncclep")
+
+
+def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: str) -> None:
+    """Replayed CUDA graphs call nothing of the pair: once, tokens made of NaN were served.
+
+    vLLM's worker hands tokens out itself, or later, when they have reached the host.
+    """
+    real_vllm.load(release, ctx.group)
+    from megatron_ncclep.vllm import hooks
+
+    worker = mock.Mock()
+    worker.vllm_config.parallel_config.all2all_backend = "ncclep"
+    failed = PeerError("rank 1 did not come in low-latency combine")
+    device = mock.Mock(("raise_failure", "check", "close"))
+    group = EpGroup.of(ctx.group)
+    group.share("device", lambda: device)
+
+    class Later:
+        get_output = staticmethod(lambda: "tokens")
+
+    class Worker:
+        def execute_model(self) -> Any:
+            return Later()
+
+        def execute_dummy_batch(self) -> None:
+            device.raise_failure.configure_mock(side_effect=failed)
+
+        def compile_or_warm_up_model(self) -> str:
+            return "seconds"
+
+        sample_tokens = execute_model
+
+    names = {name for name in vars(Worker) if not name.startswith("_")}
+    assert len(names) == 4
+    assert names <= real_vllm.methods(release, "Worker")
+
+    hooks.change_worker(mock.Mock(Worker=Worker))
+    later = Worker.execute_model(worker)
+    assert later.get_output() == "tokens"
+    with pytest.raises(PeerError, match="rank 1 did not come"):
+        Worker.execute_dummy_batch(worker)
+    for hand_out in (later.get_output, lambda: Worker.sample_tokens(worker)):
+        with pytest.raises(PeerError, match="rank 1 did not come"):
+            hand_out()
+    device.raise_failure.configure_mock(side_effect=None)
+    assert Worker.compile_or_warm_up_model(worker) == "seconds"
+    device.check.assert_called_once_with()
+    broken = hooks._checked(mock.Mock(side_effect=RuntimeError("Connection closed"), __name__="x"))
+    lost = mock.patch("megatron_ncclep.ranks.group.lost_ranks", side_effect=["", "rank 1 has died"])
+    with lost:
+        with pytest.raises(RuntimeError, match=r"^Connection closed"):
+            broken(worker)
+        with pytest.raises(PeerError, match=r"^rank 1 has died; .* Connection closed"):
+            broken(worker)
+    worker.vllm_config.parallel_config.all2all_backend = "deepep_low_latency"
+    device.raise_failure.configure_mock(side_effect=failed)
+    assert Worker.sample_tokens(worker).get_output() == "tokens"
+    group.release("device", timeout_s=60)
+
+
+def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> None:
+    real_vllm.load(release, ctx.group)
+    from megatron_ncclep.vllm import hooks
+
+    for change, module, words in (
+        (hooks.change_config, {"ParallelConfig": object}, "ParallelConfig.all2all_backend is not"),
+        (hooks.change_pairs, {"maybe_make_prepare_finalize": print}, "parameter 'moe'"),
+        (hooks.change_worker, {"Worker": object}, "object.execute_model is not a function"),
+    ):  # fmt: skip
+        place = type(hooks)("vllm.place")
+        vars(place).update(module)
+        with pytest.raises(IntegrationError, match=rf"{words}.*\(0.24 to 0.33\)"):
+            change(place)
