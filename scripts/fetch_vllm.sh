@@ -12,6 +12,8 @@ if [ $# -ne 1 ] || [ ! -x "$1/bin/pip" ]; then
     echo "usage: scripts/fetch_vllm.sh VENV   (a virtual environment that exists)" >&2
     exit 2
 fi
+# The pinned packages are for Python 3.12; with another one the tests are left out.
+[[ $("$1/bin/python" -V) = "Python 3.12."* ]] || exit 0
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # Under other names until complete: an interrupted download must not look finished.
 needs=$1/vllm/needs

@@ -141,6 +141,5 @@ quiet=()
 "$venv/bin/pip" install "${quiet[@]}" --constraint "$constraints" "$torch" --editable '.[dev]'
 if [ "$version" = 3.12 ]; then
     scripts/fetch_megatron.sh "$venv"
-    scripts/fetch_vllm.sh "$venv"
 fi
 say "$venv is ready"

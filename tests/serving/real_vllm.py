@@ -17,6 +17,11 @@ def folder(release: str) -> Path:
     return Path(sys.prefix) / "vllm" / release
 
 
+def unavailable_reason() -> str | None:
+    missing = [r for r in RELEASES if not (folder(r) / "vllm").is_dir()]
+    return f"no vLLM {missing[0]}: run scripts/fetch_vllm.sh with Python 3.12" if missing else None
+
+
 def load(release: str, group: Any = None) -> Any:
     """Let this process import that release, with our backend; returns the module of pairs.
 
@@ -29,6 +34,9 @@ def load(release: str, group: Any = None) -> Any:
         from vllm.platforms.cpu import CpuPlatform
 
         platforms._current_platform = CpuPlatform()
+        from vllm.engine import arg_utils
+
+        arg_utils.get_kwargs(arg_utils.ParallelConfig)  # it keeps an option's choices
     import megatron_ncclep.vllm
 
     megatron_ncclep.vllm.register()
@@ -60,48 +68,6 @@ def moe_config(num_local: int, ranks: int, rank: int, **changed: Any) -> Any:
         parallel[name] = changed.pop(name)
     made = config.FusedMoEParallelConfig(**parallel)
     return config.FusedMoEConfig(moe_parallel_config=made, **{**sizes, **changed})
-
-
-def experts_class() -> Any:
-    """Experts for vLLM's modular kernel: expert e multiplies a row by e + 1.
-
-    They drop what `expert_map` drops.
-    """
-    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
-        TopKWeightAndReduceNoOP,
-    )
-
-    class Experts(mk.FusedMoEExpertsModular):
-        first, defers = 0, False
-
-        @property
-        def expects_unquantized_inputs(self) -> bool:
-            return self.defers
-
-        @staticmethod
-        def activation_format() -> Any:
-            return mk.FusedMoEActivationFormat.Standard
-
-        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:
-            return (M, topk, K), (M, topk, N), (M, K)
-
-        def finalize_weight_and_reduce_impl(self) -> Any:
-            return TopKWeightAndReduceNoOP()
-
-        def apply(self, output: Any, hidden_states: Any, **given: Any) -> None:
-            rows, scales, ids = hidden_states.float(), given["a1q_scale"], given["topk_ids"]
-            if scales is not None:
-                rows = (rows.view(*scales.shape, -1) * scales[:, :, None]).view(rows.shape)
-            # Where there is no row, it is anything.
-            self.seen = given["expert_tokens_meta"].expert_num_tokens.tolist()
-            local = given["expert_map"][ids.long()]
-            factors = torch.where(local >= 0, (ids + 1) * given["topk_weights"], 0).sum(1)
-            used = (local >= 0).any(1)
-            output[used] = (rows[used] * factors[used].view(-1, 1)).to(output.dtype)
-
-    Experts.__abstractmethods__ = frozenset()  # those by which vLLM chooses experts
-    return Experts
 
 
 def methods(release: str, of: str) -> set[str]:

@@ -21,20 +21,17 @@ from megatron_ncclep.ranks.pool import RankContext
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 NUM_LOCAL, TOP_K, HIDDEN, BLOCK = 3, 2, 256, 128
-# More than low-latency mode has in the fourth batch, on one rank.
 SIZES = {
     "experts_per_token": TOP_K, "hidden_dim": HIDDEN, "max_num_tokens": 700,
     "in_dtype": torch.float32,
 }  # fmt: skip
+# Of both ranks; the fourth and the last have more than low-latency mode takes.
 BATCHES = ((6, 0), (3, 8), (9, 33), (2, 513), (0, 0), (700, 600))
 
 
 @pytest.fixture(scope="module", params=real_vllm.RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-pytestmark = pytest.mark.any_python("vLLM is unpacked for Python 3.12")
 
 
 # Two ranks, on which the tests run (tests/on_ranks.py): new ones for each release.
@@ -49,10 +46,55 @@ def batch(number: int, rank: int, dtype: torch.dtype) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(100 * number + rank)
     x = torch.randint(-2, 3, (BATCHES[number][rank], HIDDEN), generator=generator).to(dtype) * 4
     scores = torch.rand(len(x), NUM_LOCAL * 2, generator=generator)
+    if number == len(BATCHES) - 1:
+        scores[:, NUM_LOCAL:] += 1  # all are the first rank's
     assignments = scores.argsort(dim=1)[:, :TOP_K].int()
     assignments[torch.rand(assignments.shape, generator=generator) < 0.2] = -1
     weights = 0.5 ** torch.randint(0, 3, assignments.shape, generator=generator)
     return x, assignments, weights
+
+
+def experts_class() -> Any:
+    """Experts for vLLM's modular kernel: expert e multiplies a row by e + 1.
+
+    They drop what `expert_map` drops.
+    """
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceNoOP,
+    )
+
+    class Experts(mk.FusedMoEExpertsModular):
+        first, defers = 0, False
+
+        @property
+        def expects_unquantized_inputs(self) -> bool:
+            return self.defers
+
+        @staticmethod
+        def activation_format() -> Any:
+            return mk.FusedMoEActivationFormat.Standard
+
+        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:
+            return (M, topk, K), (M, topk, N), (M, K)
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return TopKWeightAndReduceNoOP()
+
+        def apply(self, output: Any, hidden_states: Any, **given: Any) -> None:
+            rows, scales, ids = hidden_states.float(), given["a1q_scale"], given["topk_ids"]
+            if scales is not None:
+                rows = (rows.view(*scales.shape, -1) * scales[:, :, None]).view(rows.shape)
+            # Where there is no row, it is anything.
+            self.seen = given["expert_tokens_meta"].expert_num_tokens.tolist()
+            assert ids.numel() == 0 or ids.min() >= 0  # some of vLLM's experts do not take -1
+            local = given["expert_map"][ids.long()]
+            factors = torch.where(local >= 0, (ids + 1) * given["topk_weights"], 0).sum(1)
+            used = (local >= 0).any(1)
+            output[used] = (rows[used] * factors[used].view(-1, 1)).to(output.dtype)
+
+    Experts.__abstractmethods__ = frozenset()  # those by which vLLM chooses experts
+    return Experts
 
 
 def quantized(a: torch.Tensor, scale: Any, **given: Any) -> Any:
@@ -71,7 +113,7 @@ def make_kernel(ctx: RankContext, release: str, kind: str, dtype: torch.dtype, *
     moe = real_vllm.moe_config(NUM_LOCAL, ctx.num_ranks, ctx.rank, **asked)
     quant = quant_config(kind)
     pair = pairs.maybe_make_prepare_finalize(moe, quant, allow_new_interface=True)
-    experts = real_vllm.experts_class()(moe, quant)
+    experts = experts_class()(moe, quant)
     experts.defers = kind == "deferred"
     return mk.FusedMoEKernel(pair, experts), experts
 
@@ -109,11 +151,14 @@ def forward(ctx: RankContext, kernel: Any, number: int, dtype: torch.dtype) -> t
 def test_a_layers_output(ctx: RankContext, release: str, kind: str) -> None:
     """Two layers in turns, as a model has them, and batches of both modes."""
     real_vllm.load(release, ctx.group)
+    from vllm.v1.worker import workspace
+
     from megatron_ncclep.vllm import modes, pair
 
     dtype = torch.bfloat16 if kind == "fp8" else torch.float32
     made = [make_kernel(ctx, release, kind, dtype) for _ in range(2)]
     used = []
+    workspace.lock_workspace()  # as vLLM does after its warm-up: from now on it must not grow
     for number in range(len(BATCHES)):
         kernel, experts = made[number % 2]
         with mock.patch.object(pair, "moe_kernel_quantize_input", quantized):
