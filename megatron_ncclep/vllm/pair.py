@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
@@ -43,11 +44,14 @@ def make_pair(arguments: dict[str, Any]) -> NcclEpPrepareAndFinalize:
         InputError: the layer needs something that the pair does not support.
     """
     moe = arguments["moe"]
+    config = get_current_vllm_config_or_none()
+    parallel = None if config is None else config.parallel_config
     for what, asked in (
         ("monolithic experts, which route themselves", arguments["use_monolithic"]),
         ("redundant experts (--enable-eplb)", moe.moe_parallel_config.enable_eplb),
         ("round-robin expert placement", arguments["routing_tables"] is not None),
-        ("elastic expert parallelism", arguments.get("eep_stage", False)),
+        ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False)),
+        ("dual-batch overlap (--enable-dbo)", getattr(parallel, "use_ubatching", False)),
         ("LoRA", moe.is_lora_enabled),
     ):
         if asked:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from megatron_ncclep.errors import InputError, IntegrationError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
+PAIR = "megatron_ncclep.vllm.pair"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 NUM_LOCAL, TOP_K, HIDDEN, BLOCK = 3, 2, 256, 128
 SIZES = {
@@ -196,6 +198,13 @@ def test_what_the_pair_does_not_do_is_refused(ctx: RankContext, release: str) ->
     ):
         with pytest.raises(InputError, match=words):
             pairs.maybe_make_prepare_finalize(moe, None, **asked)
+    for option, words in (("enable_elastic_ep", "elastic"), ("use_ubatching", "--enable-dbo")):
+        config = mock.Mock(parallel_config=SimpleNamespace(**{option: True}))
+        with (
+            mock.patch(f"{PAIR}.get_current_vllm_config_or_none", return_value=config),
+            pytest.raises(InputError, match=words),
+        ):
+            pairs.maybe_make_prepare_finalize(moe, None)
     with pytest.raises(InputError, match=r"experts with inputs of .*float8"):
         make_kernel(ctx, release, "fp8 of whole tensors", torch.float32)
     with (
