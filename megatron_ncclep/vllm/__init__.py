@@ -17,11 +17,8 @@ def register() -> None:
     """Make `--all2all-backend ncclep` work in this process.  Idempotent, not collective.
 
     With other backends vLLM runs as before.  Needed in code only where VLLM_PLUGINS leaves this
-    package out.
-
-    Raises:
-        IntegrationError: this vLLM lacks a place that has to be changed; names it.  Raised when
-            vLLM imports that place, if it has not yet.
+    package out.  If this vLLM lacks a place that has to be changed, there is a warning that names
+    it, and an IntegrationError when a layer asks for this backend.
     """
     from megatron_ncclep.vllm.hooks import install
 

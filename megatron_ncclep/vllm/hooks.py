@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -30,8 +31,31 @@ _MARK = "_changed_by_megatron_ncclep"
 
 def install() -> None:
     """Change the places now, or when vLLM imports them.  Idempotent, not collective."""
+    for name in HOOKS:
+        after_import(name, change_or_warn)
+
+
+def change_or_warn(module: ModuleType) -> None:
+    """Change one of the modules.
+
+    A place that is not as expected causes only a warning here, because this vLLM may have been
+    started with another backend; `require_all` raises it.
+    """
+    try:
+        HOOKS[module.__name__](module)
+    except IntegrationError as error:
+        warnings.warn(str(error), stacklevel=2)
+
+
+def require_all() -> None:
+    """Raise what `change_or_warn` warned of.
+
+    Raises:
+        IntegrationError: a place is not as expected; names it.
+    """
     for name, change in HOOKS.items():
-        after_import(name, change)
+        if name in sys.modules:
+            change(sys.modules[name])
 
 
 def change_config(module: ModuleType) -> None:
@@ -41,15 +65,15 @@ def change_config(module: ModuleType) -> None:
     names = get_args(getattr(field, "type", None))
     if config is None or field is None or "allgather_reducescatter" not in names:
         raise _unknown(f"{module.__name__}.ParallelConfig.{FIELD}", "a Literal of names")
+    splits = getattr(config, "use_sequence_parallel_moe", None)
+    if not isinstance(splits, property):
+        raise _unknown(f"{config.__name__}.use_sequence_parallel_moe", "a property")
     if BACKEND in names:
         return
     from pydantic.dataclasses import rebuild_dataclass
 
     field.type = config.__annotations__[FIELD] = Literal[(*names, BACKEND)]
     rebuild_dataclass(config, force=True)
-    splits = getattr(config, "use_sequence_parallel_moe", None)
-    if not isinstance(splits, property):
-        raise _unknown(f"{config.__name__}.use_sequence_parallel_moe", "a property")
 
     def use_sequence_parallel_moe(self: Any) -> bool:
         """With tensor parallelism, every rank brings its own part of the tokens."""
@@ -101,6 +125,7 @@ def change_pairs(module: ModuleType) -> None:
         parallel = bound.arguments["moe"].moe_parallel_config
         if parallel.all2all_backend != BACKEND:
             return original(*args, **kwargs)
+        require_all()
         if not parallel.use_all2all_kernels:
             raise InputError(
                 f"--all2all-backend {BACKEND} with --data-parallel-size {parallel.dp_size} and "

@@ -344,7 +344,8 @@ def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: st
 
 
 def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> None:
-    real_vllm.load(release, ctx.group)
+    """With another backend it runs on, with a warning."""
+    pairs = real_vllm.load(release, ctx.group)
     from megatron_ncclep.vllm import hooks
 
     for change, module, words in (
@@ -356,3 +357,12 @@ def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> Non
         vars(place).update(module)
         with pytest.raises(IntegrationError, match=rf"{words}.*\(0.24 to 0.33\)"):
             change(place)
+    place.__name__ = "vllm.v1.worker.gpu_worker"
+    with pytest.warns(UserWarning, match=r"backend ncclep is not available: .*execute_model"):
+        hooks.change_or_warn(place)
+    moe = real_vllm.moe_config(NUM_LOCAL, 2, ctx.rank, **SIZES)
+    with (
+        mock.patch.dict("sys.modules", {place.__name__: place}),
+        pytest.raises(IntegrationError, match="execute_model"),
+    ):
+        pairs.maybe_make_prepare_finalize(moe, None)
