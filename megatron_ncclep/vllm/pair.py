@@ -52,6 +52,7 @@ def make_pair(arguments: dict[str, Any]) -> NcclEpPrepareAndFinalize:
         ("round-robin expert placement", arguments["routing_tables"] is not None),
         ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False)),
         ("dual-batch overlap (--enable-dbo)", getattr(parallel, "use_ubatching", False)),
+        ("prefill context parallelism", moe.moe_parallel_config.pcp_size > 1),
         ("LoRA", moe.is_lora_enabled),
     ):
         if asked:

@@ -182,6 +182,7 @@ def test_what_the_pair_does_not_do_is_refused(ctx: RankContext, release: str) ->
     for asked, words in (
         ({"enable_eplb": True}, "redundant experts"),
         ({"is_lora_enabled": True}, "LoRA"),
+        ({"pcp_size": 2}, "prefill context parallelism"),
         ({"num_local_experts": NUM_LOCAL + 1}, "6 experts, 4 on this rank of 2"),
         ({"dp_size": 1}, "data-parallel-size 1 and --enable-expert-parallel"),
         ({"dp_size": 1, "use_ep": False}, "without --enable-expert-parallel"),
