@@ -231,6 +231,7 @@ setup(
         "megatron_ncclep.ranks",
         "megatron_ncclep.testing",
         "megatron_ncclep.training",
+        "megatron_ncclep.vllm",
         "megatron_ncclep.configs",
         "megatron_ncclep.include",
     ],

@@ -108,9 +108,7 @@ def run_program(code: str) -> None:
 
 
 server = closed(
-    lambda: ForkServer(
-        "test_doc_commands:prepare", [str(ROOT / "tests" / "serving")], NCCLEP_AUTOLOAD="0"
-    ),
+    lambda: ForkServer("test_doc_commands:prepare", NCCLEP_AUTOLOAD="0"),
     "module",
 )
 
@@ -259,6 +257,7 @@ RULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "sbatch": Shell.sbatch,
     "scripts/launch_local.sh": Shell.launch_local,
     "torchrun": Shell.torchrun,
+    "vllm": lambda shell, words: None,  # tests/serving/test_vllm.py parses it with vLLM
 }
 
 
@@ -308,17 +307,6 @@ FRAMES: dict[str, tuple[str, str, str]] = {
         JOB + "from megatron.core import parallel_state\nmodel = optimizer = 0\n"
         "parallel_state.initialize_model_parallel(expert_model_parallel_size=2)\n",
         "", "dist.destroy_process_group()",
-    ),
-    "vllm.register()": (
-        "import stand_in\nregistered = stand_in.install()\n", "", "assert list(registered)",
-    ),
-    "CheckedWorker": (
-        "import stand_in, sys, types\nstand_in.install()\n"
-        "worker = types.SimpleNamespace(Worker=type('Worker', (),\n"
-        "    {'execute_model': lambda self, given: given}))\n"
-        "sys.modules['vllm.v1'] = sys.modules['vllm.v1.worker'] = types.ModuleType('v1')\n"
-        "sys.modules['vllm.v1.worker.gpu_worker'] = worker\n",
-        "", "assert CheckedWorker().execute_model(3) == 3",
     ),
 }  # fmt: skip
 

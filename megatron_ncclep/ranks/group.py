@@ -206,6 +206,12 @@ class EpGroup(Hosts):
         if self._is_used:  # otherwise it is another model's step, before this group's first call
             self._is_first_step = False
 
+    def raise_failure(self) -> None:
+        """Raise failures that the device has reported by now.  Does not wait; not collective."""
+        for shared in list(self._shared.values()):
+            if raise_failure := getattr(shared.thing, "raise_failure", None):
+                raise_failure()
+
     def begin_first_step(self) -> None:
         """Use the first step's longer deadline again, for a new engine.  Not collective."""
         self._is_first_step, self._is_used = True, False
@@ -296,6 +302,18 @@ def check_all() -> None:
     """
     for group in list(_groups):
         group.check()
+
+
+def raise_failures() -> None:
+    """Call `EpGroup.raise_failure` of every group of this process.  Not collective, does not wait.
+
+    After work has reached the host, this finds what has gone wrong in it.
+
+    Raises:
+        PeerError, RefusedError: see `EpGroup.check`.
+    """
+    for group in list(_groups):
+        group.raise_failure()
 
 
 @contextmanager

@@ -1,192 +1,369 @@
-"""vLLM's prepare/finalize pair over low-latency mode: a layer's output, in vLLM's own sequence.
-
-vLLM is not installed where these tests run: stand_in.py is as much of vLLM 0.26 as the pair uses.
-"""
+"""vLLM's layers over our backend: its own classes and calls, on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import stand_in
+import real_vllm
 import torch
-from fixtures import closed
 from patience import PatientPool
 
-from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
+from megatron_ncclep.errors import InputError, IntegrationError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
 
-NUM_LOCAL, TOP_K, HIDDEN, MAX_TOKENS = 3, 2, 512, 6
-BLOCK = [128, 128]
-NO_QUANT = SimpleNamespace(quant_dtype=None, block_shape=None)
-FP8 = SimpleNamespace(
-    quant_dtype=torch.float8_e4m3fn, block_shape=BLOCK, a1_scale=None, per_act_token_quant=False
-)
+PAIR = "megatron_ncclep.vllm.pair"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+NUM_LOCAL, TOP_K, HIDDEN, BLOCK = 3, 2, 256, 128
+SIZES = {
+    "experts_per_token": TOP_K, "hidden_dim": HIDDEN, "max_num_tokens": 700,
+    "in_dtype": torch.float32,
+}  # fmt: skip
+# Of both ranks; the fourth and the last have more than low-latency mode takes.
+BATCHES = ((6, 0), (3, 8), (9, 33), (2, 513), (0, 0), (700, 600))
 
 
-# Two ranks, on which the tests run (tests/on_ranks.py).
-ctx = closed(lambda: PatientPool(2, folders=[str(Path(__file__).parent)]), "module")
+@pytest.fixture(scope="module", params=real_vllm.RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-class Experts:
-    """Expert e multiplies a row by e + 1, and drops what `expert_map` drops."""
-
-    def __init__(self, quant_config: Any, reduces: bool, expects_unquantized: bool) -> None:
-        self.quant_config = quant_config
-        self.expects_unquantized_inputs = expects_unquantized
-        self._reduces = reduces
-
-    def finalize_weight_and_reduce_impl(self) -> Any:
-        if self._reduces:
-            return stand_in.TopKWeightAndReduceNoOP()
-        return stand_in.TopKWeightAndReduceDelegate()
-
-    def __call__(self, rows, scales, topk_ids, topk_weights, expert_map, first: int, dtype):
-        if scales is not None:
-            blocks = rows.float().view(len(rows), scales.shape[1], -1) * scales[:, :, None]
-            rows = blocks.view(rows.shape)
-        local = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()], -1)
-        out = torch.zeros(*topk_ids.shape, rows.shape[1], dtype=dtype)
-        place, assignment = (local >= 0).nonzero(as_tuple=True)
-        factor = (local[place, assignment] + first + 1).view(-1, 1)
-        out[place, assignment] = (rows[place].float() * factor).to(dtype)
-        if not self._reduces:
-            return out
-        return (out.float() * topk_weights[:, :, None]).sum(dim=1).to(dtype)
+# Two ranks, on which the tests run (tests/on_ranks.py): new ones for each release.
+@pytest.fixture(scope="module")
+def ctx(release: str) -> Iterator[PatientPool]:
+    with closing(PatientPool(2, folders=[str(Path(__file__).parent)])) as made:
+        yield made
 
 
-def batch(number: int, rank: int, num_ranks: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def batch(number: int, rank: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """Numbers whose products and sums are exact in every dtype here."""
     generator = torch.Generator().manual_seed(100 * number + rank)
-    num_tokens = (0, MAX_TOKENS, 3, 1)[(number + rank) % 4]
-    x = torch.randint(-2, 3, (num_tokens, HIDDEN), generator=generator).to(dtype) * 4
-    scores = torch.rand(num_tokens, NUM_LOCAL * num_ranks, generator=generator)
+    x = torch.randint(-2, 3, (BATCHES[number][rank], HIDDEN), generator=generator).to(dtype) * 4
+    scores = torch.rand(len(x), NUM_LOCAL * 2, generator=generator)
+    if number == len(BATCHES) - 1:
+        scores[:, NUM_LOCAL:] += 1  # all are the first rank's
     assignments = scores.argsort(dim=1)[:, :TOP_K].int()
     assignments[torch.rand(assignments.shape, generator=generator) < 0.2] = -1
     weights = 0.5 ** torch.randint(0, 3, assignments.shape, generator=generator)
     return x, assignments, weights
 
 
-def expected(x: torch.Tensor, assignments: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    factors = torch.where(assignments >= 0, (assignments + 1) * weights, 0).sum(dim=1, keepdim=True)
-    return x.float() * factors
+def experts_class() -> Any:
+    """Experts for vLLM's modular kernel: expert e multiplies a row by e + 1.
 
-
-def moe(num_ranks: int, dtype: torch.dtype, **changed: Any) -> SimpleNamespace:
-    sizes = {
-        "num_experts": NUM_LOCAL * num_ranks, "num_local_experts": NUM_LOCAL,
-        "experts_per_token": TOP_K, "hidden_dim": HIDDEN, "max_num_tokens": MAX_TOKENS,
-        "in_dtype": dtype,
-    }  # fmt: skip
-    return SimpleNamespace(**{**sizes, **changed})
-
-
-def register(ctx: RankContext) -> Callable[..., Any]:
-    """Register the backend; returns what vLLM's maybe_make_prepare_finalize does then."""
-    registered = stand_in.install(ctx.group)
-    import megatron_ncclep.vllm as pairs
-
-    pairs.register()
-
-    def make(sizes: Any, **changed: Any) -> Any:
-        asked = {
-            "quant_config": None, "routing_tables": None, "allow_new_interface": True,
-            "use_monolithic": False, "eep_stage": False, "all2all_manager": None,
-        }  # fmt: skip
-        return registered["ncclep"].create(moe=sizes, **{**asked, **changed})
-
-    return make
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize(
-    ("kind", "reduces"), [("plain", False), ("fp8", True), ("fp8", False), ("deferred", True)]
-)
-def test_a_layers_output(ctx: RankContext, kind: str, reduces: bool, is_async: bool) -> None:
-    """Two layers that share one object, in turns, as a model has them."""
-    make = register(ctx)
-    dtype = torch.bfloat16 if kind == "fp8" else torch.float32
-    quant_config = NO_QUANT if kind == "plain" else FP8
-    experts = Experts(quant_config, reduces, expects_unquantized=kind == "deferred")
-    layers = [make(moe(ctx.num_ranks, dtype)) for _ in range(2)]
-    for pair in layers:
-        pair.post_init_setup(experts)
-    assert layers[0]._object is layers[1]._object
-    assert (layers[0].num_dispatchers(), layers[0].max_num_tokens_per_rank()) == (2, MAX_TOKENS)
-    first = ctx.rank * NUM_LOCAL
-    expert_map = torch.full((NUM_LOCAL * ctx.num_ranks,), -1, dtype=torch.int32)
-    expert_map[first : first + NUM_LOCAL] = torch.arange(NUM_LOCAL, dtype=torch.int32)
-    for number in range(4):
-        pair = layers[number % 2]
-        x, assignments, weights = batch(number, ctx.rank, ctx.num_ranks, dtype)
-        arguments = (x, weights, assignments, NUM_LOCAL * ctx.num_ranks, expert_map, False,
-                     quant_config, experts.expects_unquantized_inputs)  # fmt: skip
-        prepared = pair.prepare_async(*arguments)() if is_async else pair.prepare(*arguments)
-        rows, scales, metadata, topk_ids, topk_weights = prepared
-        every = torch.cat([batch(number, rank, 2, dtype)[1] for rank in (0, 1)])
-        counts = [int((every == expert).sum()) for expert in range(first, first + NUM_LOCAL)]
-        assert metadata.expert_num_tokens.tolist() == counts
-        # All that is not this rank's is dropped, so that nothing is multiplied for it.
-        assert int((expert_map[topk_ids.long()] >= 0).sum()) == sum(counts)
-        out = experts(rows, scales, topk_ids, topk_weights, expert_map, first, dtype)
-        output = torch.full_like(x, float("nan"))
-        arguments = (output, out, topk_weights, topk_ids, False,
-                     experts.finalize_weight_and_reduce_impl())  # fmt: skip
-        if is_async:
-            pair.finalize_async(*arguments)()
-        else:
-            pair.finalize(*arguments)
-        assert torch.equal(output.float(), expected(x, assignments, weights)), f"batch {number}"
-
-
-def test_a_failure_is_raised_before_tokens_are_sampled(ctx: RankContext) -> None:
-    """Layers in CUDA graphs call nothing of the pair: without the check, tokens made of NaN were
-    served.
+    They drop what `expert_map` drops.
     """
-    stand_in.install(ctx.group)
-    import megatron_ncclep.vllm as pairs
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceNoOP,
+    )
 
+    class Experts(mk.FusedMoEExpertsModular):
+        first, defers = 0, False
+
+        @property
+        def expects_unquantized_inputs(self) -> bool:
+            return self.defers
+
+        @staticmethod
+        def activation_format() -> Any:
+            return mk.FusedMoEActivationFormat.Standard
+
+        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *rest: Any) -> Any:
+            return (M, topk, K), (M, topk, N), (M, K)
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return TopKWeightAndReduceNoOP()
+
+        def apply(self, output: Any, hidden_states: Any, **given: Any) -> None:
+            rows, scales, ids = hidden_states.float(), given["a1q_scale"], given["topk_ids"]
+            if scales is not None:
+                rows = (rows.view(*scales.shape, -1) * scales[:, :, None]).view(rows.shape)
+            # Where there is no row, it is anything.
+            self.seen = given["expert_tokens_meta"].expert_num_tokens.tolist()
+            assert ids.numel() == 0 or ids.min() >= 0  # some of vLLM's experts do not take -1
+            local = given["expert_map"][ids.long()]
+            factors = torch.where(local >= 0, (ids + 1) * given["topk_weights"], 0).sum(1)
+            used = (local >= 0).any(1)
+            output[used] = (rows[used] * factors[used].view(-1, 1)).to(output.dtype)
+
+    Experts.__abstractmethods__ = frozenset()  # those by which vLLM chooses experts
+    return Experts
+
+
+def quantized(a: torch.Tensor, scale: Any, **given: Any) -> Any:
+    """Stands for vLLM's kernel; divides blocks by 1, 2, 1, 2: exact, and different."""
+    blocks = a.float().view(len(a), HIDDEN // BLOCK, BLOCK)
+    scales = (2.0 ** (torch.arange(blocks.shape[1]) % 2)).expand(len(a), -1).contiguous()
+    return (blocks / scales[:, :, None]).view(a.shape).to(torch.float8_e4m3fn), scales
+
+
+def make_kernel(ctx: RankContext, release: str, kind: str, dtype: torch.dtype, **asked: Any) -> Any:
+    """A layer's kernel, made as vLLM makes it, and its experts."""
+    pairs = real_vllm.load(release, ctx.group)
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+
+    asked = {**SIZES, "in_dtype": dtype, **asked}
+    moe = real_vllm.moe_config(NUM_LOCAL, ctx.num_ranks, ctx.rank, **asked)
+    quant = quant_config(kind)
+    pair = pairs.maybe_make_prepare_finalize(moe, quant, allow_new_interface=True)
+    experts = experts_class()(moe, quant)
+    experts.defers = kind == "deferred"
+    return mk.FusedMoEKernel(pair, experts), experts
+
+
+def quant_config(kind: str) -> Any:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    if kind == "plain":
+        return FusedMoEQuantConfig.make()
+    if kind == "fp8 of whole tensors":
+        return FusedMoEQuantConfig.make(torch.float8_e4m3fn)
+    return FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[BLOCK, BLOCK])
+
+
+def forward(ctx: RankContext, kernel: Any, number: int, dtype: torch.dtype) -> torch.Tensor:
+    """One call of a layer, in vLLM's context of a forward pass; returns its output."""
+    from vllm import forward_context as contexts
+
+    x, assignments, weights = batch(number, ctx.rank, dtype)
+    metadata = contexts.DPMetadata(torch.tensor(BATCHES[number]))
+    context = mock.Mock(dp_metadata=metadata)
+    first, total = ctx.rank * NUM_LOCAL, NUM_LOCAL * ctx.num_ranks
+    expert_map = torch.full((total,), -1, dtype=torch.int32)
+    expert_map[first : first + NUM_LOCAL] = torch.arange(NUM_LOCAL, dtype=torch.int32)
+    w1, w2 = torch.empty(NUM_LOCAL, 128, HIDDEN), torch.empty(NUM_LOCAL, HIDDEN, 64)
+    with contexts.override_forward_context(context), metadata.sp_local_sizes(1):
+        return kernel.apply(
+            x, w1, w2, topk_weights=weights, topk_ids=assignments,
+            activation=kernel.moe_config.activation, global_num_experts=total,
+            expert_map=expert_map, apply_router_weight_on_input=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "deferred"])
+def test_a_layers_output(ctx: RankContext, release: str, kind: str) -> None:
+    """Two layers in turns, as a model has them, and batches of both modes."""
+    real_vllm.load(release, ctx.group)
+    from vllm.v1.worker import workspace
+
+    from megatron_ncclep.vllm import modes, pair
+
+    dtype = torch.bfloat16 if kind == "fp8" else torch.float32
+    made = [make_kernel(ctx, release, kind, dtype) for _ in range(2)]
+    used = []
+    workspace.lock_workspace()  # as vLLM does after its warm-up: from now on it must not grow
+    for number in range(len(BATCHES)):
+        kernel, experts = made[number % 2]
+        with mock.patch.object(pair, "moe_kernel_quantize_input", quantized):
+            out = forward(ctx, kernel, number, dtype)
+        x, assignments, weights = batch(number, ctx.rank, dtype)
+        factors = torch.where(assignments >= 0, (assignments + 1) * weights, 0).sum(1, keepdim=True)
+        assert torch.equal(out.float(), x.float() * factors), f"batch {number}"
+        every = torch.cat([batch(number, rank, dtype)[1] for rank in (0, 1)])
+        first = ctx.rank * NUM_LOCAL
+        counts = [int((every == expert).sum()) for expert in range(first, first + NUM_LOCAL)]
+        if any(counts):
+            assert experts.seen == counts
+        used.append(kernel.prepare_finalize._mode_for(max(BATCHES[number])))
+    few = [mode._calls.sizes.max_tokens for mode in used if isinstance(mode, modes.FewTokens)]
+    assert few == [8, 8, 128, 8]
+
+
+def test_what_the_pair_does_not_do_is_refused(ctx: RankContext, release: str) -> None:
+    for asked, words in (
+        ({"enable_eplb": True}, "redundant experts"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"pcp_size": 2}, "prefill context parallelism"),
+        ({"num_local_experts": NUM_LOCAL + 1}, "6 experts, 4 on this rank of 2"),
+        ({"dp_size": 1}, "data-parallel-size 1 and --enable-expert-parallel"),
+        ({"dp_size": 1, "use_ep": False}, "without --enable-expert-parallel"),
+        ({"in_dtype": torch.float64}, "dtype torch.float64"),
+    ):
+        dtype = asked.pop("in_dtype", torch.float32)
+        with pytest.raises(InputError, match=words):
+            make_kernel(ctx, release, "plain", dtype, **asked)
+    pairs = real_vllm.load(release, ctx.group)
+    moe = real_vllm.moe_config(NUM_LOCAL, 2, ctx.rank, **SIZES)
+    for asked, words in (
+        ({"routing_tables": (torch.zeros(1),) * 3}, "round-robin"),
+        ({"use_monolithic": True}, "monolithic"),
+    ):
+        with pytest.raises(InputError, match=words):
+            pairs.maybe_make_prepare_finalize(moe, None, **asked)
+    for option, words in (("enable_elastic_ep", "elastic"), ("use_ubatching", "--enable-dbo")):
+        config = mock.Mock(parallel_config=SimpleNamespace(**{option: True}))
+        with (
+            mock.patch(f"{PAIR}.get_current_vllm_config_or_none", return_value=config),
+            pytest.raises(InputError, match=words),
+        ):
+            pairs.maybe_make_prepare_finalize(moe, None)
+    with pytest.raises(InputError, match=r"experts with inputs of .*float8"):
+        make_kernel(ctx, release, "fp8 of whole tensors", torch.float32)
+    with (
+        mock.patch.dict("os.environ", NCCLEP_MAX_RECV_ROWS="worst"),
+        pytest.raises(InputError, match="NCCLEP_MAX_RECV_ROWS"),
+    ):
+        make_kernel(ctx, release, "plain", torch.float16, num_experts=4, num_local_experts=2)
+    kernel, _ = make_kernel(ctx, release, "plain", torch.float32)
+    pair, (x, assignments, weights) = kernel.prepare_finalize, batch(1, 0, torch.float32)
+    with pytest.raises(InputError, match="8 experts: this pair was made for 6"):
+        pair.prepare(x, weights, assignments, 8, None, False, None, False)
+    with pytest.raises(InputError, match="top_k 2: only with top_k 1"):
+        pair.prepare(x, weights, assignments, 6, None, True, None, False)
+    from vllm import forward_context as contexts
+
+    with (
+        contexts.override_forward_context(mock.Mock(dp_metadata=None)),
+        pytest.raises(InputError, match="without the ranks' numbers of tokens"),
+    ):
+        pair.prepare(x, weights, assignments, 6, None, False, None, False)
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(InputError, match=r"graph of 513 tokens: .* up to 512: set --max-cudagraph"),
+    ):
+        pair._mode_for(513)
+
+
+def test_the_option_takes_the_name(ctx: RankContext, release: str) -> None:
+    """In code and on the command line; vLLM's other backends get what they got."""
+    pairs = real_vllm.load(release, ctx.group)
+    from vllm.config import ParallelConfig
+    from vllm.engine import arg_utils
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (command,) = re.findall(r"^vllm serve MODEL (.*)", PAGE.read_text(), re.M)
+    parser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args(command.split())
+    assert (parsed.all2all_backend, parsed.enable_expert_parallel) == ("ncclep", True)
+    with pytest.raises(ValueError, match="'ncclep'"):
+        ParallelConfig(all2all_backend="nccl-ep")
+    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True, "is_moe_model": True}
+    for backend, num_tp, splits in (
+        ("ncclep", 2, True), ("ncclep", 1, False), ("deepep_low_latency", 2, True),
+        ("flashinfer_nvlink_two_sided", 2, False),
+    ):  # fmt: skip
+        config = ParallelConfig(all2all_backend=backend, tensor_parallel_size=num_tp, **ranks)
+        assert (config.all2all_backend, config.use_sequence_parallel_moe) == (backend, splits)
+    moe = real_vllm.moe_config(
+        NUM_LOCAL, 2, ctx.rank, **SIZES, all2all_backend="allgather_reducescatter", dp_size=1
+    )
+    given = pairs.maybe_make_prepare_finalize(moe, None, allow_new_interface=True)
+    assert type(given).__name__ == "MoEPrepareAndFinalizeNoDPEPModular"
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    assert unquantized.maybe_make_prepare_finalize is pairs.maybe_make_prepare_finalize
+
+
+def test_the_group_gets_a_manager(ctx: RankContext, release: str) -> None:
+    """vLLM's communicator looks for one in its own list, and would not find this name."""
+    real_vllm.load(release, ctx.group)
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
+
+    parallel_state._DP = parallel_state._TP = mock.Mock(rank_in_group=ctx.rank, world_size=2)
+    names = signature(DeviceCommunicatorBase).parameters
+    asked = {"use_all2all": True} if "use_all2all" in names else {}
+    for backend, manager in (
+        ("ncclep", "NcclEpAll2AllManager"), ("deepep_low_latency", "NoneType"),
+    ):  # fmt: skip
+        parallel = mock.Mock(all2all_backend=backend, data_parallel_size=2)
+        config = mock.Mock(parallel_config=parallel)
+        with mock.patch("vllm.config.get_current_vllm_config_or_none", return_value=config):
+            made = DeviceCommunicatorBase(ctx.group, unique_name="ep:0", **asked)
+        assert type(made.all2all_manager).__name__ == manager
+        assert made.use_all2all == (backend != "ncclep")
+
+
+def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: str) -> None:
+    """Replayed CUDA graphs call nothing of the pair: once, tokens made of NaN were served.
+
+    vLLM's worker hands tokens out itself, or later, when they have reached the host.
+    """
+    real_vllm.load(release, ctx.group)
+    from megatron_ncclep.vllm import hooks
+
+    worker = mock.Mock()
+    worker.vllm_config.parallel_config.all2all_backend = "ncclep"
+    failed = PeerError("rank 1 did not come in low-latency combine")
+    device = mock.Mock(("raise_failure", "check", "close"))
     group = EpGroup.of(ctx.group)
-    pairs.check()
-    failed = {"check.side_effect": PeerError("rank 1 did not come in low-latency combine")}
-    group.share("device", lambda: mock.Mock(("check", "close"), **failed))
-    with pytest.raises(PeerError, match="rank 1 did not come in low-latency combine"):
-        pairs.check()
+    group.share("device", lambda: device)
+
+    class Later:
+        get_output = staticmethod(lambda: "tokens")
+
+    class Worker:
+        def execute_model(self) -> Any:
+            return Later()
+
+        def execute_dummy_batch(self) -> None:
+            device.raise_failure.configure_mock(side_effect=failed)
+
+        def compile_or_warm_up_model(self) -> str:
+            return "seconds"
+
+        sample_tokens = execute_model
+
+    names = {name for name in vars(Worker) if not name.startswith("_")}
+    assert len(names) == 4
+    assert names <= real_vllm.methods(release, "Worker")
+
+    hooks.change_worker(mock.Mock(Worker=Worker))
+    later = Worker.execute_model(worker)
+    assert later.get_output() == "tokens"
+    with pytest.raises(PeerError, match="rank 1 did not come"):
+        Worker.execute_dummy_batch(worker)
+    for hand_out in (later.get_output, lambda: Worker.sample_tokens(worker)):
+        with pytest.raises(PeerError, match="rank 1 did not come"):
+            hand_out()
+    device.raise_failure.configure_mock(side_effect=None)
+    assert Worker.compile_or_warm_up_model(worker) == "seconds"
+    device.check.assert_called_once_with()
+    broken = hooks._checked(mock.Mock(side_effect=RuntimeError("Connection closed"), __name__="x"))
+    lost = mock.patch("megatron_ncclep.ranks.group.lost_ranks", side_effect=["", "rank 1 has died"])
+    with lost:
+        with pytest.raises(RuntimeError, match=r"^Connection closed"):
+            broken(worker)
+        with pytest.raises(PeerError, match=r"^rank 1 has died; .* Connection closed"):
+            broken(worker)
+    worker.vllm_config.parallel_config.all2all_backend = "deepep_low_latency"
+    device.raise_failure.configure_mock(side_effect=failed)
+    assert Worker.sample_tokens(worker).get_output() == "tokens"
     group.release("device", timeout_s=60)
 
 
-def test_what_the_pair_does_not_do_is_refused(ctx: RankContext) -> None:
-    make = register(ctx)
-    sizes = moe(2, torch.bfloat16)
-    for asked, words in (
-        ({"routing_tables": (torch.zeros(1),) * 3}, "redundant experts"),
-        ({"use_monolithic": True}, "monolithic"),
-        ({"eep_stage": True}, "elastic"),
-    ):
-        with pytest.raises(InputError, match=words):
-            make(sizes, **asked)
-    with pytest.raises(InputError, match="6 experts, 4 on this rank of 2"):
-        make(moe(2, torch.bfloat16, num_local_experts=NUM_LOCAL + 1))
-    static = SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=None)
-    pair = make(sizes)
-    with pytest.raises(InputError, match=r"experts with inputs of .*float8"):
-        pair.post_init_setup(Experts(static, False, False))
-    unquantised = Experts(NO_QUANT, False, False)
-    with pytest.raises(InputError, match="max_tokens 100000"):
-        make(moe(2, torch.bfloat16, max_num_tokens=100_000)).post_init_setup(unquantised)
-    pair.post_init_setup(unquantised)
-    x, assignments, weights = batch(1, 0, 2, torch.bfloat16)
-    with pytest.raises(InputError, match="8 experts: this pair was made for 6"):
-        pair.prepare(x, weights, assignments, 8, None, False, NO_QUANT, False)
-    with pytest.raises(InputError, match="top_k 2: only with top_k 1"):
-        pair.prepare(x, weights, assignments, 6, None, True, NO_QUANT, False)
-    stand_in.install(ctx.group, registry=False)
-    import megatron_ncclep.vllm as pairs
+def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> None:
+    """With another backend it runs on, with a warning."""
+    pairs = real_vllm.load(release, ctx.group)
+    from megatron_ncclep.vllm import hooks
 
-    with pytest.raises(EngineUnavailableError, match="pull/50556"):
-        pairs.register()
+    for change, module, words in (
+        (hooks.change_config, {"ParallelConfig": object}, "ParallelConfig.all2all_backend is not"),
+        (hooks.change_pairs, {"maybe_make_prepare_finalize": print}, "parameter 'moe'"),
+        (hooks.change_worker, {"Worker": object}, "object.execute_model is not a function"),
+    ):  # fmt: skip
+        place = type(hooks)("vllm.place")
+        vars(place).update(module)
+        with pytest.raises(IntegrationError, match=rf"{words}.*\(0.24 to 0.33\)"):
+            change(place)
+    place.__name__ = "vllm.v1.worker.gpu_worker"
+    with pytest.warns(UserWarning, match=r"backend ncclep is not available: .*execute_model"):
+        hooks.change_or_warn(place)
+    moe = real_vllm.moe_config(NUM_LOCAL, 2, ctx.rank, **SIZES)
+    with (
+        mock.patch.dict("sys.modules", {place.__name__: place}),
+        pytest.raises(IntegrationError, match="execute_model"),
+    ):
+        pairs.maybe_make_prepare_finalize(moe, None)

@@ -1,0 +1,25 @@
+"""Expert parallelism for vLLM: `vllm serve ... --all2all-backend ncclep`.
+
+    hooks   the places of vLLM that are changed in memory, so that the option takes the name
+    pair    vLLM's prepare/finalize pair: what a MoE layer calls before and after its experts
+    modes   low-latency mode for few tokens, exact mode for many
+
+vLLM calls `register`, an entry point of the group vllm.general_plugins, in each of its processes
+before it reads options or makes a model.  docs/vllm.md describes the whole.
+"""
+
+from __future__ import annotations
+
+BACKEND = "ncclep"  # the value of vLLM's --all2all-backend
+
+
+def register() -> None:
+    """Make `--all2all-backend ncclep` work in this process.  Idempotent, not collective.
+
+    With other backends vLLM runs as before.  Needed in code only where VLLM_PLUGINS leaves this
+    package out.  If this vLLM lacks a place that has to be changed, there is a warning that names
+    it, and an IntegrationError when a layer asks for this backend.
+    """
+    from megatron_ncclep.vllm.hooks import install
+
+    install()
