@@ -13,6 +13,8 @@ from megatron_ncclep.errors import InputError
 # `native` puts the rows of a dispatch or a combine in at most so many messages, its phases.
 MOST_PHASES = 9
 CHUNK = 128  # tokens that its kernels take together
+# It takes more rounds until a rows window has at most so many bytes, or a round so few tokens.
+MOST_WINDOW_BYTES, LEAST_ROUND_TOKENS = 2 << 30, 512
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,26 @@ class Puts:
 
     @classmethod
     def of_rows(
-        cls, node_tokens: float, row_bytes: int, phases: int = MOST_PHASES, weights: float = 0
+        cls,
+        node_tokens: float,
+        row_bytes: int,
+        phases: int = MOST_PHASES,
+        weights: float = 0,
+        rounds: int = 1,
+        rounds_with_weights: int = 1,
     ) -> Puts:
         """Of a dispatch or a combine.
 
         Args:
             node_tokens: rows: in dispatch this rank's for the peer, in combine the peer's.
             row_bytes: of a row.
-            phases: messages with rows.
+            phases: messages with rows in a round.
             weights: numbers that go with them: T * K in dispatch, node_tokens * K in combine, or 0.
+            rounds: kernels.
+            rounds_with_weights: in dispatch the first, in combine all.
         """
-        messages = 1 + phases * (2 if weights else 1)
-        return cls(messages, 8 + node_tokens * row_bytes + 4 * weights)
+        messages = rounds * (1 + phases) + (rounds_with_weights * phases if weights else 0)
+        return cls(messages, 8 * rounds + node_tokens * row_bytes + 4 * weights)
 
 
 @dataclass(frozen=True)
@@ -139,11 +149,35 @@ class NetworkModel:
         crossing = tokens * self._needed(nodes)
         pairs = tokens * self.ranks_on_each * self._needed(ranks)
         sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
+        rows: dict[str, Any] = {"node_tokens": crossing, "row_bytes": self.row_bytes}
+        rows["rounds"] = rounds = self.rounds(nodes)
         return [
             Puts.of_plan(*sizes, crossing, pairs, tokens * self.top_k / nodes),
-            Puts.of_rows(crossing, self.row_bytes, weights=tokens * self.top_k),
-            Puts.of_rows(crossing, self.row_bytes, weights=crossing * self.top_k),
+            Puts.of_rows(**rows, weights=tokens * self.top_k),
+            Puts.of_rows(**rows, weights=crossing * self.top_k, rounds_with_weights=rounds),
         ]
+
+    def window_bytes(self, nodes: int, rounds: int) -> int:
+        """Bytes of a rank's rows window with `native` (`csrc/native/rail_layout.h`).
+
+        Of a round: two halves for dispatch, each with this rank's rows and, for each other node,
+        those on their way there and those from there; the sums of all ranks, and those on their way
+        to other nodes.  Of all rounds: the sums of all nodes.
+        """
+        round_tokens = -(-self._most_chunks // rounds) * CHUNK
+        of_a_round = 2 * (2 * nodes - 1) + nodes * self.ranks_on_each + nodes - 1
+        return (of_a_round + rounds * nodes) * round_tokens * self.row_bytes
+
+    def rounds(self, nodes: int) -> int:
+        """The kernels of a dispatch or a combine with `native`, each for a part of the tokens."""
+        rounds, most = 1, max(1, self._most_chunks * CHUNK // LEAST_ROUND_TOKENS)
+        while rounds < most and self.window_bytes(nodes, rounds) > MOST_WINDOW_BYTES:
+            rounds += 1
+        return rounds
+
+    @property
+    def _most_chunks(self) -> int:
+        return -(-self.num_tokens // CHUNK)
 
     def seconds(self, nodes: int) -> float:
         """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
@@ -160,7 +194,8 @@ def names() -> list[str]:
 def render(model: NetworkModel) -> str:
     """The model's values for 2 to 64 nodes, as far as there are experts for them, as text."""
     rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
-    puts = [["nodes", "rail peers", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB"]]
+    puts = [["nodes", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB"]]
+    puts[0] += ["rounds", "window GB"]
     for nodes in (2, 4, 8, 16, 32, 64):
         if model.num_experts % (nodes * model.ranks_on_each):
             continue
@@ -178,7 +213,9 @@ def render(model: NetworkModel) -> str:
             (str(put.messages), f"{put.num_bytes / unit:.1f}")
             for put, unit in zip(model.puts(nodes), (1e3, 1e6, 1e6), strict=True)
         ]
-        puts.append([str(nodes), str(nodes - 1), *(cell for pair in cells for cell in pair)])
+        rounds = model.rounds(nodes)
+        window = f"{model.window_bytes(nodes, rounds) / 1e9:.2f}"
+        puts.append([str(nodes), *(cell for pair in cells for cell in pair), str(rounds), window])
     head = (
         f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens per "
         f"rank, rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} equally "
@@ -188,8 +225,8 @@ def render(model: NetworkModel) -> str:
         "each assignment, counting only the traffic between nodes."
     )
     network = (
-        "Messages and bytes that a rank puts to each rail peer with the engine 'native' over GIN, "
-        "which takes at most 32 ranks: an exact plan, and dispatch and combine with weights, in "
-        f"{MOST_PHASES} phases, the most."
+        "Messages and bytes that a rank puts to each of its rail peers, one on every other node, "
+        "with the engine 'native' over GIN: an exact plan, and dispatch and combine with weights, "
+        f"in {MOST_PHASES} phases a round, the most; and its window for rows."
     )
     return "\n".join([wrapped(head), "", *align(rows), "", wrapped(network), "", *align(puts)])
