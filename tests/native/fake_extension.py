@@ -163,7 +163,8 @@ class FakeExtension(Fake):
         }
         super().__init__("", **{**own, **answers})
         self.nccl = Fake("Nccl")
-        self.MAX_RANKS, self.MAX_LOCAL_RANKS, self.MAX_EXPERTS = 33, 32, 512
+        self.MAX_RANKS, self.MAX_LOCAL_RANKS = 33, 32
+        self.MAX_EXPERTS, self.MAX_LOCAL_EXPERTS = 512, 256
 
 
 class FakeKeeper:

@@ -218,6 +218,9 @@ IN_THE_WAY = {
     ),
     # Limits.
     "experts": Case("it takes at most 512 experts in total: there are 513", experts=513),
+    "experts of a rank": Case(
+        "it takes at most 256 experts on a rank: 2 ranks have 514", ranks=2, experts=514
+    ),
     "too few SMs": Case(
         "num_sms 4: its kernels need at least 5 for 3 ranks", options={"num_sms": 4}
     ),

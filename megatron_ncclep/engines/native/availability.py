@@ -79,6 +79,11 @@ def _own_problem(
     native = extension.load()
     if group.size > native.MAX_RANKS:
         return f"it takes at most {native.MAX_RANKS} ranks, the group has {group.size}"
+    if num_experts is not None and num_experts > group.size * native.MAX_LOCAL_EXPERTS:
+        return (
+            f"it takes at most {native.MAX_LOCAL_EXPERTS} experts on a rank: {group.size} ranks "
+            f"have {num_experts}"
+        )
     if num_experts is not None and num_experts > native.MAX_EXPERTS:
         return (
             f"it takes at most {native.MAX_EXPERTS} experts in total: there are {num_experts}, "
