@@ -18,7 +18,7 @@ import torch.distributed as dist
 from loop import counters, set_fault
 from on_ranks import gathered
 
-from megatron_ncclep.cli.network_model import Puts
+from megatron_ncclep.cli.network_model import CHUNK, NetworkModel, Puts
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
@@ -168,6 +168,33 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
         _, of_combine = counted(ctx, lambda: engine.combine(plan, rows))
         _, of_values = counted(ctx, lambda: engine.combine(plan, rows, row_w))
     assert [of_plan, of_dispatch, of_combine, of_values] == [tuple(e) for e in expected.tolist()]
+
+
+def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int) -> None:
+    """Windows for all of their rows at once would be larger than kernels take."""
+    sizes = {
+        "num_tokens": 16384,
+        "row_bytes": 2 * 7168,
+        "top_k": 2,
+        "num_experts": 4 * ctx.num_ranks,
+    }
+    model = NetworkModel(**sizes, ranks_on_each=ctx.num_ranks // hosts)
+    rounds = model.rounds(hosts)
+    assert rounds > 1
+    round_tokens = -(-model.num_tokens // CHUNK // rounds) * CHUNK
+    phases = extension.load().num_phases_of(round_tokens, model.row_bytes)
+    generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
+    x = torch.randn(
+        model.num_tokens, 7168, dtype=torch.bfloat16, device=ctx.device, generator=generator
+    )
+    topk_idx = routing(ctx.rank, model.num_tokens, model.num_experts, model.top_k).to(ctx.device)
+    config = EpConfig(engine="native", timeout_s=START_S)
+    with closing(create_engine(ctx.group, model.num_experts, config)) as engine:
+        plan = engine.plan(topk_idx)
+        (rows, _), (messages, _) = counted(ctx, lambda: engine.dispatch(plan, x))
+        out, _ = engine.combine(plan, rows)
+        assert torch.equal(out, 2 * x)  # a row for each assignment
+    assert messages == (hosts - 1) * Puts.of_rows(0, 0, phases, rounds=rounds).messages
 
 
 @pytest.mark.parametrize("fault", ["drop", "stop", "silent", "error", "delay"])

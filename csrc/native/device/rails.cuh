@@ -24,7 +24,7 @@ namespace ncclep::native {
 
 // The rank of this domain with this place.
 __device__ inline int local_rank(const KernelContext& me, int place) {
-  return me.control.domain_of(me.rank) * me.control.local_ranks() + place;
+  return me.control_of.first_rank + place;
 }
 
 // The rank of this domain in whose window the data of `rank` lie: itself, or its rail peer.
@@ -33,7 +33,8 @@ __device__ inline int host_of(const KernelContext& me, int rank) {
 }
 
 __device__ inline bool is_local(const KernelContext& me, int rank) {
-  return me.control.domain_of(rank) == me.control.domain_of(me.rank);
+  const int place = rank - me.control_of.first_rank;
+  return 0 <= place && place < me.control.local_ranks();
 }
 
 __device__ inline int rail_peer_in(const KernelContext& me, int domain) {

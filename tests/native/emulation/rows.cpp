@@ -34,9 +34,7 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
     sizes.max_top_k = ranks <= 3 ? 16 : 8;
     sizes.max_row_bytes = 64;
   } else if (kind == "many") {
-    sizes.local = between(1, 2);
     sizes.max_tokens = between(2, 4);
-    sizes.max_top_k = between(1, 4);
     sizes.max_row_bytes = 32;
   } else if (kind == "combines") {
     sizes.max_tokens = domains > 1 ? 140 : 400;
