@@ -286,6 +286,7 @@ void bind_descriptions(py::module_& module) {
       "num_ranks"_a);
   module.attr("MAX_RANKS") = NCCLEP_MAX_RANKS;
   module.attr("MAX_LOCAL_RANKS") = NCCLEP_MAX_LOCAL_RANKS;
+  module.attr("MAX_DOMAINS") = NCCLEP_MAX_DOMAINS;
   module.attr("MAX_EXPERTS") = NCCLEP_MAX_EXPERTS;
   module.attr("MAX_LOCAL_EXPERTS") = NCCLEP_MAX_LOCAL_EXPERTS;
   module.attr("MAX_TOKENS") = NCCLEP_MAX_TOKENS;

@@ -163,7 +163,7 @@ class FakeExtension(Fake):
         }
         super().__init__("", **{**own, **answers})
         self.nccl = Fake("Nccl")
-        self.MAX_RANKS, self.MAX_LOCAL_RANKS = 33, 32
+        self.MAX_RANKS, self.MAX_LOCAL_RANKS, self.MAX_DOMAINS = 33, 32, 16
         self.MAX_EXPERTS, self.MAX_LOCAL_EXPERTS = 512, 256
 
 

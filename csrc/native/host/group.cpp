@@ -39,10 +39,10 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
              communicator_->rank_in_domain(place), " is in the NVLink domain of rank ",
              communicator_->rank(), ": the ranks of a domain must follow each other");
     }
+    const int domains = communicator_->num_ranks() / locals;
+    require(domains <= kMaxDomains, domains, " NVLink domains: at most ", kMaxDomains);
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
-    require(control_.num_domains <= kMaxDomains, control_.num_domains, " NVLink domains: at most ",
-            kMaxDomains);
   }
   try {
     allocate_state();

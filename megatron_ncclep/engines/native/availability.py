@@ -229,8 +229,11 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
         communicator = communicator_of(group, timeout_s)
     except (EngineUnavailableError, LibraryError) as error:  # on all ranks
         return f"NCCL made no communicator: {error}"
-    if communicator.lsa_size > (most := extension.load().MAX_LOCAL_RANKS):
+    native = extension.load()
+    if communicator.lsa_size > (most := native.MAX_LOCAL_RANKS):
         return f"{communicator.lsa_size} ranks are in one NVLink domain: it takes at most {most}"
+    if (domains := group.size // communicator.lsa_size) > (most := native.MAX_DOMAINS):
+        return f"the ranks are in {domains} NVLink domains: it takes at most {most}"
     if communicator.lsa_size == group.size:
         return None
     if not (problem := network_problem(group, communicator, timeout_s)):
