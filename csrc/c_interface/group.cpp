@@ -15,8 +15,7 @@ using ncclep::require;
 static_assert(NCCLEP_MAX_RANKS == native::kMaxRanks && NCCLEP_MAX_TOP_K == native::kMaxTopK);
 static_assert(NCCLEP_MAX_LOCAL_RANKS == native::kMaxLocalRanks &&
               NCCLEP_MAX_LOCAL_EXPERTS == native::kMaxLocalExperts &&
-              NCCLEP_MAX_DOMAINS == native::kMaxDomains &&
-              NCCLEP_MAX_LOW_LATENCY_RANKS == native::kMaxLowLatencyRanks);
+              NCCLEP_MAX_DOMAINS == native::kMaxDomains);
 static_assert(NCCLEP_MAX_TOKENS == native::kMaxTokens && NCCLEP_MAX_EXPERTS == native::kMaxExperts);
 static_assert(NCCLEP_LOW_LATENCY_TOKENS == native::kLowLatencyTokens);
 static_assert(sizeof(ncclepUniqueId_t) == sizeof(ncclep::NcclUniqueId));

@@ -42,9 +42,8 @@ extern "C" {
 
 /* Limits. */
 #define NCCLEP_MAX_RANKS 512
-#define NCCLEP_MAX_LOCAL_RANKS 32 /* of one NVLink domain */
-#define NCCLEP_MAX_DOMAINS 64     /* of NVLink */
-#define NCCLEP_MAX_LOW_LATENCY_RANKS 32
+#define NCCLEP_MAX_LOCAL_RANKS 32     /* of one NVLink domain */
+#define NCCLEP_MAX_DOMAINS 64         /* of NVLink */
 #define NCCLEP_MAX_EXPERTS 4096       /* of the group */
 #define NCCLEP_MAX_LOCAL_EXPERTS 512  /* of a rank */
 #define NCCLEP_MAX_TOKENS 65536       /* of a rank */

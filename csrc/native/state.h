@@ -19,7 +19,6 @@ namespace ncclep::native {
 constexpr int kMaxLocalRanks = 32;  // of one NVLink domain: a lane, or a bit, for each
 constexpr int kMaxDomains = 64;
 constexpr int kMaxRanks = 512;
-constexpr int kMaxLowLatencyRanks = 32;  // a lane for each, too
 constexpr int kWarpSize = 32;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 4096;
@@ -155,9 +154,9 @@ struct Control {
 };
 
 // One bit for each rank.
+constexpr int kRankWords = kMaxRanks / 32;
 struct RankBits {
-  static constexpr int kWords = kMaxRanks / 32;
-  volatile std::uint32_t words[kWords];
+  volatile std::uint32_t words[kRankWords];
 };
 
 // In mapped host memory: written by the device, polled by the host.

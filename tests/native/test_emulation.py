@@ -262,22 +262,23 @@ MISTAKES = {
         "ll", 2, "ll "),
     "LL: the first CTA advances the number, not the last": Mistake(
         "native/low_latency/dispatch.cu",
-        "if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;",
-        "if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;"
-        "if (blockIdx.x == 0 && thread == 0) ll.state->dispatches = now.number;",
+        "ll.state->domains_of[thread] = found.domains;",
+        "ll.state->domains_of[thread] = found.domains;"
+        "if (thread == 0) ll.state->dispatches = now.number;",
         "ll", 2, "."),
     "LL: a combine waits only for ranks with rows of its tokens": Mistake(
-        "native/low_latency/combine.cu", "if («thread < window.num_ranks && !has_failed» &&",
-        "thread < window.num_ranks && !has_failed && places.count(thread, job.num_tokens) > 0",
+        "native/low_latency/combine.cu", "if («thread < locals && !has_failed») {",
+        "thread < locals && !has_failed && places.count(thread, job.num_tokens) > 0",
         "ll", 3, "."),
     "LL: a dispatch does not wait for one of the ranks": Mistake(
-        "native/low_latency/dispatch.cu", "if («rank >= window.num_ranks || has_failed») return;",
-        "rank >= window.num_ranks || has_failed || rank == (me.rank + 1) % window.num_ranks",
+        "native/low_latency/dispatch.cu",
+        "if («R::kAreThere && is_local(me, rank) != for_local») continue;",
+        "rank == (me.rank + 1) % window.num_ranks",
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
         "native/low_latency/combine.cu",
-        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,\n"
-        + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, thread),\n"
+        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank,\n"
+        + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, rank),\n"
         + " " * 49 + "now.number) < 0»;",
         "false",
         "ll", 2, "ll combine: "),

@@ -41,12 +41,6 @@ __device__ inline int rail_peer_in(const KernelContext& me, int domain) {
   return domain * me.control.local_ranks() + me.control.place_of(me.rank);
 }
 
-// The ranks of a domain in a group of low-latency mode, one bit each.
-__device__ inline std::uint32_t ranks_of_domain(const KernelContext& me, int domain) {
-  const int locals = me.control.local_ranks();
-  return ~0u >> (kMaxLowLatencyRanks - locals) << domain * locals;
-}
-
 // A group of one domain.
 struct NoRails {
   static constexpr bool kAreThere = false;

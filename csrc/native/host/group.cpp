@@ -24,6 +24,12 @@ constexpr int kLeastRoundTokens = 512;
 
 }  // namespace
 
+DomainWindows windows_of_domain(const Communicator& communicator, const Window& window) {
+  DomainWindows windows{{}, communicator.rank_in_domain(0)};
+  std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
+  return windows;
+}
+
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
       control_{communicator_->num_ranks(), num_experts, 0, 0},
@@ -229,14 +235,8 @@ KernelContext Group::context(std::uint64_t call) const {
   KernelContext context{};
   context.control = control_;
   context.rank = communicator_->rank();
-  const int first = communicator_->rank_in_domain(0);
-  const auto windows_of = [first](const Window& window) {
-    DomainWindows windows{{}, first};
-    std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
-    return windows;
-  };
-  context.control_of = windows_of(*control_window_);
-  context.rows_of = windows_of(*rows_window_);
+  context.control_of = windows_of_domain(*communicator_, *control_window_);
+  context.rows_of = windows_of_domain(*communicator_, *rows_window_);
   context.dispatch_bytes = native::dispatch_bytes(control_, row_bytes_);
   context.state = state_;
   context.mailbox = mailbox_on_device_;

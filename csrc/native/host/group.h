@@ -52,6 +52,9 @@ struct Plan {
   std::int64_t num_rows = -1;
 };
 
+// The addresses of an open window's peers, as kernels take them.
+DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
+
 // Construction, making windows and `close` are collective, and so is every call that queues work.
 // An object that is not closed lives until the process ends.  With several NVLink domains the
 // kernels use the network (docs/network.md).

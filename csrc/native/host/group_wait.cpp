@@ -16,7 +16,7 @@ constexpr double kQueryInterval = 1e-3;
 
 // Without `bits` there are none.
 void read(RankBits* bits, bool forget, std::uint32_t* words) {
-  for (int i = 0; i < RankBits::kWords; ++i) {
+  for (int i = 0; i < kRankWords; ++i) {
     words[i] = bits == nullptr ? 0 : bits->words[i];
     if (forget && bits != nullptr) bits->words[i] = 0;
   }

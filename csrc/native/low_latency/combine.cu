@@ -173,9 +173,9 @@ __device__ bool put_token_sums(const KernelContext& me, const R& rails, const Lo
 template <typename T, typename R>
 class SourceSums {
  public:
-  // `domains`: the token's other domains, which count as ranks here.
   __device__ SourceSums(const KernelContext& me, const LowLatencyContext& ll,
-                        const LowLatencyCombine& job, const Places& places, const Places& domains)
+                        const LowLatencyCombine& job, const Places& places,
+                        const DomainPlaces& domains)
       : me_(me), ll_(ll), job_(job), places_(places), domains_(domains) {}
 
   // The part that does not depend on other ranks.  Items number the pieces of all tokens, token by
@@ -187,10 +187,11 @@ class SourceSums {
     token_ = item / pieces;
     offset_ = item % pieces * kLlPiece + lane * 16;
     ranks_ = places_.ranks_of[token_];
-    place_ = lane < window.num_ranks ? places_.place(lane, token_) : 0;
+    place_ = lane < me_.control.local_ranks() ? places_.place(lane, token_) : 0;
     own_ = {};
-    if ((ranks_ >> me_.rank & 1) == 0) return;
-    const std::size_t row = row_at(window, me_.rank, __shfl_sync(~0u, place_, me_.rank));
+    const int own = me_.rank - me_.control_of.first_rank;
+    if ((ranks_ >> own & 1) == 0) return;
+    const std::size_t row = row_at(window, me_.rank, __shfl_sync(~0u, place_, own));
     if (job_.rows_of == nullptr) {
       Part part = {};
       part.load(job_.y + row * window.sum_bytes, offset_, window.sum_bytes);
@@ -214,10 +215,9 @@ class SourceSums {
     }
     const char* sums = ll_.window_of[me_.rank] + window.sums();
     Sum<T> total;
-    bool has_own = ranks_ >> me_.rank & 1;
-    std::uint32_t others = ranks_ & ~(1u << me_.rank);
-    if (R::kAreThere) others &= ranks_of_domain(me_, me_.control.domain_of(me_.rank));
-    for (std::uint32_t left = others; left != 0;) {
+    const int own = me_.rank - me_.control_of.first_rank;
+    bool has_own = ranks_ >> own & 1;
+    for (std::uint32_t left = ranks_ & ~(1u << own); left != 0;) {
       Part parts[kAtOnce] = {};
       int of_rank[kAtOnce], num = 0;
 #pragma unroll
@@ -225,14 +225,15 @@ class SourceSums {
         if (left == 0) break;
         of_rank[p] = __ffs(left) - 1;
         left &= left - 1;
-        const std::size_t row = row_at(window, of_rank[p], __shfl_sync(~0u, place_, of_rank[p]));
+        const std::size_t row =
+            row_at(window, local_rank(me_, of_rank[p]), __shfl_sync(~0u, place_, of_rank[p]));
         parts[p].load(sums + row * window.sum_bytes, offset_, window.sum_bytes);
         num = p + 1;
       }
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p) {
         if (p >= num) continue;
-        if (has_own && of_rank[p] > me_.rank) {
+        if (has_own && of_rank[p] > own) {
           total.add(own_);
           has_own = false;
         }
@@ -266,7 +267,8 @@ class SourceSums {
   const KernelContext& me_;
   const LowLatencyContext& ll_;
   const LowLatencyCombine& job_;
-  const Places &places_, &domains_;
+  const Places& places_;
+  const DomainPlaces& domains_;
   int token_ = 0, offset_ = 0, place_ = 0;
   std::uint32_t ranks_ = 0;
   Sum<T> own_;
@@ -277,27 +279,29 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     ll_combine_kernel(KernelContext me, LowLatencyContext ll, LowLatencyCombine job,
                       const __grid_constant__ R rails) {
   __shared__ Places places;
-  __shared__ Places domains;      // of tokens for rail peers, which count as ranks here
+  __shared__ DomainPlaces domains;
   __shared__ Places rail_places;  // of the rail peers' tokens
-  __shared__ int counts[kMaxLowLatencyRanks];
+  __shared__ int counts[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kCombine, job.sends);
   const int thread = threadIdx.x;
-  const std::uint32_t ranks = thread < job.num_tokens ? ll.state->ranks_of[thread] : 0;
+  const bool has_token = thread < job.num_tokens;
   // The last CTA counts it up when all CTAs have read it.
   const std::uint64_t sums_put =
       R::kAreThere
           ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokenSumsPut]) + 1
           : 0;
-  if (thread < window.num_ranks) {
-    const std::uint64_t word = *sent_word(ll, me.rank, Turn::kDispatch, thread);
-    counts[thread] = static_cast<int>(word & (kBadRouting - 1));
+  for (int rank = thread; rank < window.num_ranks; rank += kLlThreads) {
+    const std::uint64_t word = *sent_word(ll, me.rank, Turn::kDispatch, rank);
+    counts[rank] = static_cast<int>(word & (kBadRouting - 1));
     // This rank adds up what it has for its rail peers' tokens itself.
-    if (R::kAreThere && host_of(me, thread) == me.rank) counts[thread] = 0;
+    if (R::kAreThere && host_of(me, rank) == me.rank) counts[rank] = 0;
   }
-  places.set(ranks, job.num_tokens, window.num_ranks);
+  const int locals = me.control.local_ranks();
+  places.set(has_token ? ll.state->ranks_of[thread] : 0, job.num_tokens, locals);
   if constexpr (R::kAreThere) {
-    domains.set(other_domains(me, ranks), job.num_tokens, me.control.num_domains);
+    domains.set(has_token ? ll.state->domains_of[thread] : 0, job.num_tokens,
+                me.control.num_domains);
   }
   bool has_failed = __syncthreads_or(now.has_failed);
   if (job.sends) {
@@ -305,9 +309,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     const unsigned int sent = count_sent(&ll.state->sent, false, has_failed);
     if (thread == 0 && sent != 0 && sent < kSentFailed) {
       fence_system();  // passes on what this thread saw through the other CTAs' fences
-      for (int rank = 0; rank < window.num_ranks; ++rank) {
-        if (R::kAreThere && !is_local(me, rank)) continue;
-        post_numbered(sent_word(ll, rank, Turn::kCombine, me.rank), now.number, 0);
+      for (int place = 0; place < locals; ++place) {
+        post_numbered(sent_word(ll, local_rank(me, place), Turn::kCombine, me.rank), now.number, 0);
       }
       ll.state->combines = now.number;
     }
@@ -318,11 +321,12 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   int item = thread / 32 * gridDim.x + blockIdx.x;
   SourceSums<T, R> sums(me, ll, job, places, domains);
   if (item < items) sums.begin(item);
-  // Every CTA waits for every rank, whether or not it has a part for this one: no rank may leave
-  // before all have sent (protocol.h).
-  if (thread < window.num_ranks && !has_failed && (!R::kAreThere || is_local(me, thread))) {
-    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, thread,
-                                                 sent_word(ll, me.rank, Turn::kCombine, thread),
+  // Every CTA waits for every rank of this domain, whether or not it has a part for this one: no
+  // rank may leave before all have sent (protocol.h).
+  if (thread < locals && !has_failed) {
+    const int rank = local_rank(me, thread);
+    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank,
+                                                 sent_word(ll, me.rank, Turn::kCombine, rank),
                                                  now.number) < 0;
   }
   has_failed = __syncthreads_or(has_failed);

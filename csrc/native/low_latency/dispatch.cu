@@ -23,18 +23,30 @@ __device__ bool is_expert(const KernelContext& me, std::int64_t expert) {
   return expert >= 0 && expert < me.control.num_experts;
 }
 
-// The ranks that the token with this thread's number goes to.
-__device__ std::uint32_t find_ranks(const KernelContext& me, const LowLatencyDispatch& job,
-                                    int top_k) {
+// Where the token with this thread's number goes, one bit each.
+struct Destinations {
+  std::uint32_t ranks = 0;    // of this domain, by place
+  std::uint64_t domains = 0;  // other ones
+};
+
+template <typename R>
+__device__ Destinations find_destinations(const KernelContext& me, const LowLatencyDispatch& job,
+                                          int top_k) {
   const int token = threadIdx.x, num_local = me.control.num_local();
-  std::uint32_t ranks = 0;
-  if (token >= job.num_tokens) return ranks;
+  Destinations found;
+  if (token >= job.num_tokens) return found;
 #pragma unroll 8
   for (int k = 0; k < top_k; ++k) {
     const std::int64_t expert = expert_at(job, token * top_k + k);
-    if (is_expert(me, expert)) ranks |= 1u << static_cast<int>(expert) / num_local;
+    if (!is_expert(me, expert)) continue;
+    const int rank = static_cast<int>(expert) / num_local;
+    if (!R::kAreThere || is_local(me, rank)) {
+      found.ranks |= 1u << (rank - me.control_of.first_rank);
+    } else {
+      found.domains |= std::uint64_t{1} << me.control.domain_of(rank);
+    }
   }
-  return ranks;
+  return found;
 }
 
 // A token of the message to the rail peer in `domain`.
@@ -46,11 +58,12 @@ __device__ char* sent_token(const KernelContext& me, const LowLatencyContext& ll
 
 // Sends a token's experts and weights, and the scales of its row, to all of `ranks`, and writes
 // them into the messages to `domains`.  Called by one warp, whose lane r holds the token's place at
-// rank r.  False if the token's routing is bad: invalid assignments count as not routed.
+// the r-th rank of this domain.  False if the token's routing is bad: invalid assignments count as
+// not routed.
 template <typename R>
 __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll,
                             const LowLatencyDispatch& job, int token, std::uint32_t ranks,
-                            int own_place, const Places& domains) {
+                            int own_place, const DomainPlaces& domains) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, num_local = me.control.num_local();
   std::int64_t named = -1;
@@ -71,17 +84,17 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
   const auto* scales =
       reinterpret_cast<const uint4*>(job.scales) + static_cast<std::size_t>(token) * scale_vectors;
   for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-    const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
+    const int of = __ffs(left) - 1, rank = local_rank(me, of);
     char* to = ll.window_of[rank];
-    const std::size_t row = row_at(window, me.rank, place);
+    const std::size_t row = row_at(window, me.rank, __shfl_sync(~0u, own_place, of));
     store_assignments(window, to, row, rank, num_local, expert, weight);
     auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
     for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
   }
   if constexpr (R::kAreThere) {
     const int in_domain = num_local * me.control.local_ranks();
-    for (std::uint32_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
-      const int domain = __ffs(left) - 1;
+    for (std::uint64_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
+      const int domain = __ffsll(left) - 1;
       char* to = sent_token(me, ll, domain, domains.place(domain, token));
       if (lane < window.top_k) {
         const bool is_its = expert >= 0 && expert / in_domain == domain;
@@ -99,7 +112,7 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
 template <typename R>
 __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
                           const LowLatencyDispatch& job, const Places& places,
-                          const Places& domains) {
+                          const DomainPlaces& domains) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
@@ -115,18 +128,17 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
         part.vectors[v] = __ldg(reinterpret_cast<const uint4*>(from + v * kLlStride));
       }
     }
-    std::uint32_t ranks = places.ranks_of[token];
-    if (R::kAreThere) ranks &= ranks_of_domain(me, me.control.domain_of(me.rank));
-    const int own_place = lane < window.num_ranks ? places.place(lane, token) : 0;
+    const std::uint32_t ranks = places.ranks_of[token];
+    const int own_place = lane < me.control.local_ranks() ? places.place(lane, token) : 0;
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-      const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
-      char* to =
-          ll.window_of[rank] + window.rows() + row_at(window, me.rank, place) * window.row_bytes;
+      const int of = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, of);
+      char* to = ll.window_of[local_rank(me, of)] + window.rows() +
+                 row_at(window, me.rank, place) * window.row_bytes;
       part.store(to, offset, window.row_bytes);
     }
     if constexpr (R::kAreThere) {
-      for (std::uint32_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
-        const int domain = __ffs(left) - 1;
+      for (std::uint64_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
+        const int domain = __ffsll(left) - 1;
         char* to = sent_token(me, ll, domain, domains.place(domain, token)) +
                    window.header_bytes() + window.scale_bytes;
         part.store(to, offset, window.row_bytes);
@@ -143,34 +155,35 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
 template <typename R>
 __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
-  __shared__ int counts[kMaxLowLatencyRanks];
+  __shared__ int counts[kMaxRanks];
+  __shared__ unsigned int bad_ranks[kRankWords];
   const LowLatencyWindow& window = ll.window;
-  const int rank = threadIdx.x;
-  if (rank < kMaxLowLatencyRanks) {
-    std::uint32_t word = 0;
-    const auto wait = [&] {
-      if (rank >= window.num_ranks || has_failed) return;
-      const std::int64_t value =
+  if (threadIdx.x < kRankWords) bad_ranks[threadIdx.x] = 0;
+  __syncthreads();
+  const auto wait = [&](bool for_local) {
+    for (int rank = threadIdx.x; rank < window.num_ranks && !has_failed; rank += kLlThreads) {
+      if (R::kAreThere && is_local(me, rank) != for_local) continue;
+      const std::int64_t word =
           wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
                                           sent_word(ll, me.rank, Turn::kDispatch, rank), number);
-      has_failed = value < 0;
-      if (!has_failed) word = static_cast<std::uint32_t>(value);
-    };
-    if constexpr (R::kAreThere) {
-      // First those of this domain: who is missing here has not sent its rail peers' words on
-      // either, and is the one to name.
-      if (is_local(me, rank)) wait();
-      has_failed = __any_sync(~0u, has_failed);
-      if (!is_local(me, rank)) wait();
-    } else {
-      wait();
+      has_failed = word < 0;
+      counts[rank] = static_cast<int>(word & (kBadRouting - 1));
+      if (!has_failed && (word & kBadRouting)) {
+        atomicOr(bad_ranks + rank / 32, 1u << rank % 32);
+      }
     }
-    const std::uint32_t bad = __ballot_sync(~0u, (word & kBadRouting) != 0);
-    if (rank == 0 && bad != 0) me.mailbox->bad_low_latency.words[0] |= bad;
-    counts[rank] = static_cast<int>(word & (kBadRouting - 1));
+    has_failed = __syncthreads_or(has_failed);
+  };
+  wait(true);
+  // Only then those of other domains: who is missing in this one has not sent its rail peers' words
+  // on either, and is the one to name.
+  if constexpr (R::kAreThere) wait(false);
+  if (threadIdx.x < kRankWords && bad_ranks[threadIdx.x] != 0) {
+    me.mailbox->bad_low_latency.words[threadIdx.x] |= bad_ranks[threadIdx.x];
   }
-  has_failed = __syncthreads_or(has_failed);
-  if (rank < window.num_ranks) job.counts[rank] = has_failed ? 0 : counts[rank];
+  for (int rank = threadIdx.x; rank < window.num_ranks; rank += kLlThreads) {
+    job.counts[rank] = has_failed ? 0 : counts[rank];
+  }
   // Places that received no row have no experts.
   char* own = ll.window_of[me.rank];
   const int of_rank = window.max_tokens * window.top_k;
@@ -187,8 +200,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     ll_dispatch_kernel(KernelContext me, LowLatencyContext ll, LowLatencyDispatch job,
                        const __grid_constant__ R rails) {
   __shared__ Places places;
-  __shared__ Places domains;  // of tokens for rail peers, which count as ranks here
-  __shared__ int counts[kMaxLowLatencyRanks];
+  __shared__ DomainPlaces domains;
+  __shared__ int counts[kMaxLocalRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
@@ -207,24 +220,28 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   const std::uint64_t tokens_put =
       R::kAreThere ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokensPut]) + 1
                    : 0;
-  const std::uint32_t ranks = find_ranks(me, job, window.top_k);
-  places.set(ranks, job.num_tokens, window.num_ranks);
+  const Destinations found = find_destinations<R>(me, job, window.top_k);
+  places.set(found.ranks, job.num_tokens, me.control.local_ranks());
   if constexpr (R::kAreThere) {
-    domains.set(other_domains(me, ranks), job.num_tokens, me.control.num_domains);
+    domains.set(found.domains, job.num_tokens, me.control.num_domains);
   }
   const bool has_failed = __syncthreads_or(now.has_failed);
   const int thread = threadIdx.x;
-  if (blockIdx.x == 0 && thread < job.num_tokens) ll.state->ranks_of[thread] = ranks;
-  if (thread < window.num_ranks) counts[thread] = places.count(thread, job.num_tokens);
+  if (blockIdx.x == 0 && thread < job.num_tokens) {
+    ll.state->ranks_of[thread] = found.ranks;
+    ll.state->domains_of[thread] = found.domains;
+  }
+  const int locals = me.control.local_ranks();
+  if (thread < locals) counts[thread] = places.count(thread, job.num_tokens);
   const bool is_good = has_failed || send_rows<R>(me, ll, job, places, domains);
   const unsigned int sent = count_sent(&ll.state->sent, !is_good, has_failed);
   if (sent == 0 && !(R::kAreThere && job.completes)) return;
   const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;
   if (thread == 0 && sent != 0 && sent < kSentFailed) {
     fence_system();  // passes on what this thread saw through the other CTAs' fences
-    for (int rank = 0; rank < window.num_ranks; ++rank) {
-      if (R::kAreThere && !is_local(me, rank)) continue;
-      post_numbered(sent_word(ll, rank, Turn::kDispatch, me.rank), now.number, counts[rank] | bad);
+    for (int place = 0; place < locals; ++place) {
+      post_numbered(sent_word(ll, local_rank(me, place), Turn::kDispatch, me.rank), now.number,
+                    counts[place] | bad);
     }
     ll.state->dispatches = now.number;
   }

@@ -42,9 +42,6 @@ LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySiz
           "combined rows must be bf16, fp16 or fp32");
   require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
           "dispatched rows must have the dtype of combined rows, or be bytes");
-  require(communicator.num_ranks() <= kMaxLowLatencyRanks, communicator.num_ranks(),
-          " ranks in low-latency mode: at most ", kMaxLowLatencyRanks,
-          "; use smaller expert-parallel groups, or the mode with plans");
   LowLatencyWindow layout{};
   layout.num_ranks = communicator.num_ranks();
   layout.num_domains = communicator.num_ranks() / communicator.lsa_size();
@@ -147,8 +144,7 @@ LowLatencyContext LowLatency::context() const {
   require(window_->is_open(), "the low-latency window is not open");
   LowLatencyContext ll{};
   ll.window = layout_;
-  std::copy(window_->peers().begin(), window_->peers().end(),
-            ll.window_of + group_->communicator()->rank_in_domain(0));
+  ll.window_of = windows_of_domain(*group_->communicator(), *window_);
   ll.state = state_;
   return ll;
 }

@@ -14,8 +14,8 @@ constexpr int kLlThreads = 512, kLlWarps = kLlThreads / 32;
 constexpr int kLlVectors = 2, kLlStride = 32 * 16, kLlPiece = kLlVectors * kLlStride;
 
 static_assert(kLlThreads >= kLowLatencyTokens, "a thread for each token");
-static_assert(kLlThreads >= kMaxLowLatencyRanks && kMaxLowLatencyRanks == kWarpSize,
-              "a lane for each rank");
+static_assert(kLlThreads >= kMaxDomains, "a thread for each domain");
+static_assert(kMaxLocalRanks == kWarpSize && kMaxDomains == 64, "a lane, and a bit, for each");
 
 // One lane's vectors of a piece of a row.
 struct Part {
@@ -75,14 +75,16 @@ __device__ inline Operation begin(const KernelContext& me, const LowLatencyConte
 // The window of a low-latency object's rails.
 constexpr RailWindow kLowLatencyWindow = kControlWindow;
 
-// The ranks that this rank's tokens go to, and their places there: a token's place is the number of
-// earlier tokens that go to the same rank.
-struct Places {
-  std::uint32_t ranks_of[kLowLatencyTokens];
-  std::uint32_t tokens_of[kMaxLowLatencyRanks][kLlWarps];  // a bit for each
+// The ranks of this domain, or the other domains, that this rank's tokens go to, one bit each in a
+// `Bits`, and their places there: a token's place is the number of earlier tokens that go to the
+// same rank or domain.  Domains count as ranks here.
+template <typename Bits>
+struct PlacesOf {
+  Bits ranks_of[kLowLatencyTokens];
+  std::uint32_t tokens_of[8 * sizeof(Bits)][kLlWarps];  // a bit for each
 
   // `ranks`: of the token with this thread's index.  A barrier must follow.
-  __device__ void set(std::uint32_t ranks, int num_tokens, int num_ranks) {
+  __device__ void set(Bits ranks, int num_tokens, int num_ranks) {
     const int token = threadIdx.x, warp = threadIdx.x / 32;
     if (token < num_tokens) ranks_of[token] = ranks;
     if (warp * 32 >= num_tokens) return;
@@ -104,6 +106,9 @@ struct Places {
     return sum;
   }
 };
+
+using Places = PlacesOf<std::uint32_t>;
+using DomainPlaces = PlacesOf<std::uint64_t>;
 
 // The index of a row in [R, max_tokens].
 __device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, int place) {

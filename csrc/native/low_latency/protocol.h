@@ -129,14 +129,16 @@ struct LowLatencyState {
   std::uint64_t tokens_put;            // the rail peers' signal of the last dispatch
   unsigned int sent;                   // CTAs of the current operation (operation.cuh)
   unsigned int passed;                 // CTAs that have done their part for the rail peers
-  // The ranks of each token in the last dispatch, one bit each, for its combine.
+  // For the combine of the last dispatch: the ranks of each token in this domain, a bit for each
+  // place, and its other domains.
   std::uint32_t ranks_of[kLowLatencyTokens];
+  std::uint64_t domains_of[kLowLatencyTokens];
 };
 
 // Passed to every low-latency kernel besides KernelContext.
 struct LowLatencyContext {
   LowLatencyWindow window;
-  char* window_of[kMaxLowLatencyRanks];  // by rank
+  DomainWindows window_of;  // by rank
   LowLatencyState* state;
 };
 

@@ -10,16 +10,6 @@
 
 namespace ncclep::native {
 
-// The domains of a token with these ranks, one bit each, without this rank's.
-__device__ inline std::uint32_t other_domains(const KernelContext& me, std::uint32_t ranks) {
-  std::uint32_t domains = 0;
-  for (int domain = 0; domain < me.control.num_domains; ++domain) {
-    const bool is_other = domain != me.control.domain_of(me.rank);
-    if (is_other && (ranks & ranks_of_domain(me, domain)) != 0) domains |= 1u << domain;
-  }
-  return domains;
-}
-
 // One token of a message.
 struct RailToken {
   const char* start;
@@ -90,7 +80,8 @@ __device__ inline unsigned int count_passed(const LowLatencyContext& ll, bool ha
 // of the CTA that has seen that.
 template <typename R>
 __device__ void put_messages(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
-                             const Places& domains, int num_tokens, std::uint32_t bad_routing) {
+                             const DomainPlaces& domains, int num_tokens,
+                             std::uint32_t bad_routing) {
   const int domain = threadIdx.x;
   if (!has_rail_peer(me, domain)) return;
   const std::size_t from = ll.window.sent_message(domain);
@@ -120,7 +111,7 @@ template <typename R>
 __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
                                        const LowLatencyContext& ll, Places& places,
                                        std::uint64_t goal, std::uint64_t number, bool has_failed) {
-  __shared__ int counts[kMaxLowLatencyRanks];
+  __shared__ int counts[kMaxRanks];
   __shared__ std::uint32_t bad_routing[kMaxDomains];
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -161,11 +152,12 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
   }
   const unsigned int passed = count_passed(ll, has_failed);
   if (passed == 0 || passed >= kSentFailed) return passed;
-  const int domain = threadIdx.x / locals, place = threadIdx.x % locals;
-  if (has_rail_peer(me, domain)) {
-    fence_system();  // passes on what this thread has seen
-    post_numbered(sent_word(ll, local_rank(me, place), Turn::kDispatch, rail_peer_in(me, domain)),
-                  number, counts[threadIdx.x] | bad_routing[domain]);
+  fence_system();  // passes on what this thread has seen
+  for (int i = threadIdx.x; i < window.num_ranks; i += kLlThreads) {
+    const int domain = i / locals, to = local_rank(me, i % locals);
+    if (!has_rail_peer(me, domain)) continue;
+    post_numbered(sent_word(ll, to, Turn::kDispatch, rail_peer_in(me, domain)), number,
+                  counts[i] | bad_routing[domain]);
   }
   return passed;
 }

@@ -47,7 +47,7 @@ struct Shared {
   int* arrived;                                       // [source][experts of this rank, then pairs]
   int *block_start, *block_rows, *block_assignments;  // [experts of this rank]
   int* assignments_of;                                // [R]
-  std::uint32_t* bad_ranks;                           // [RankBits::kWords]
+  std::uint32_t* bad_ranks;                           // [kRankWords]
 
   __device__ Shared(const TokenPartition& partition, char* memory)
       : start(reinterpret_cast<int*>(memory)),
@@ -61,7 +61,7 @@ struct Shared {
 
   static std::size_t num_bytes(const TokenPartition& partition) {
     return sizeof(int) * (2 * partition.part_size() + partition.num_experts +
-                          2 * partition.num_ranks + 3 * partition.num_local() + RankBits::kWords);
+                          2 * partition.num_ranks + 3 * partition.num_local() + kRankWords);
   }
 };
 
@@ -114,7 +114,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  if (threadIdx.x < RankBits::kWords) shared.bad_ranks[threadIdx.x] = 0;
+  if (threadIdx.x < kRankWords) shared.bad_ranks[threadIdx.x] = 0;
   __syncthreads();
   bool is_complete = true;
   for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
@@ -143,7 +143,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   }
   __syncthreads();
   if (warp == 0) {
-    const std::uint32_t bad = lane < RankBits::kWords ? shared.bad_ranks[lane] : 0;
+    const std::uint32_t bad = lane < kRankWords ? shared.bad_ranks[lane] : 0;
     const int word = __ffs(__ballot_sync(~0u, bad != 0)) - 1;  // the first that is not 0
     const int first_bad =
         word < 0 ? 0 : 32 * word + __ffs(__shfl_sync(~0u, bad, max(word, 0)));  // 1 + the rank

@@ -65,9 +65,9 @@ struct Object {
     ll.window = window;
     ll.state = &states[rank];
     const int locals = window.num_ranks / window.num_domains;
-    for (int other = 0; other < window.num_ranks; ++other) {
-      const bool is_local = other / locals == rank / locals;
-      ll.window_of[other] = is_local ? windows[other].data<char>() : nullptr;
+    ll.window_of.first_rank = rank / locals * locals;
+    for (int place = 0; place < locals; ++place) {
+      ll.window_of.of_place[place] = windows[ll.window_of.first_rank + place].data<char>();
     }
     return ll;
   }
@@ -393,6 +393,7 @@ std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
   sizes.starts = starts;
   sizes.local = between(0, 4) == 0 ? 35 : between(1, 3);
   sizes.max_tokens = one_of({1, 5, 33, kLowLatencyTokens});
+  if (kind == "rails-ll-many") sizes.local = 1, sizes.max_tokens = 5;
   sizes.max_top_k = std::min(sizes.experts(), one_of({1, 3, 8, 32}));
   sizes.max_row_bytes = 16;
   return std::make_unique<LowLatencySteps>(sizes, has_failure(kind) ? 1 : between(1, 2));

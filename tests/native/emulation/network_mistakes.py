@@ -7,7 +7,8 @@ CASES = (
     ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
     ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
     ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
-    ("rails-ll", 6, 4), ("rails-ll-failures", 2, 8), ("rails-ll-failures", 4, 6),
+    ("rails-ll", 6, 4), ("rails-ll-many", 33, 2), ("rails-ll-failures", 2, 8),
+    ("rails-ll-failures", 4, 6),
 )  # fmt: skip
 
 # As `Mistake` has them.

@@ -13,6 +13,7 @@
 //   late         the same with CTAs that start late
 //   calls        a rank makes another call
 //   ll           low-latency dispatches and combines of one or two objects
+//   ll-many      the same, small, for more ranks than a warp has lanes, in several domains
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
 //   probes       probes of the network between domains of ranks (network.cpp)
 //   rails-...    rows, plans, failures or late, in several domains

@@ -164,6 +164,7 @@ T atomicExch(T* word, T value) {
 inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(unsigned long long bits) { return __builtin_ffsll(bits); }
 inline float __uint_as_float(unsigned int bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
