@@ -48,9 +48,7 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
   }
   sizes.max_top_k = std::min(sizes.experts(), sizes.max_top_k);
   sizes.domains = domains;
-  if (domains > 1 && kind != "combines") {
-    sizes.rounds = std::min(one_of({1, 1, 2, 3}), num_chunks_of(sizes.max_tokens));
-  }
+  if (domains > 1 && kind != "combines") sizes.rounds = one_of({1, 1, 2, 3});
   return sizes;
 }
 
@@ -319,9 +317,8 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
           : step.kind == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
-  // Rounds after the one that failed count, too.
-  const bool is_last = states[rank].epoch - mailbox.failed_epoch < sizes.rounds;
-  require(step.kind == Step::kPlan || is_last, "failure: rank ", rank, " names operation ",
+  const bool is_in_step = states[rank].epoch - mailbox.failed_epoch < sizes.rounds;
+  require(step.kind == Step::kPlan || is_in_step, "failure: rank ", rank, " names operation ",
           mailbox.failed_epoch);
   if (how == Failing::kRefuses) {
     require(reason == Reason::kRefused && mailbox.failed_peer == victim, "failure: rank ", rank,
