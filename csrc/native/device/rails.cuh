@@ -32,8 +32,13 @@ __device__ inline int host_of(const KernelContext& me, int rank) {
   return local_rank(me, me.control.place_of(rank));
 }
 
+// The place of a rank of this domain.
+__device__ inline int local_place(const KernelContext& me, int rank) {
+  return rank - me.control_of.first_rank;
+}
+
 __device__ inline bool is_local(const KernelContext& me, int rank) {
-  const int place = rank - me.control_of.first_rank;
+  const int place = local_place(me, rank);
   return 0 <= place && place < me.control.local_ranks();
 }
 

@@ -189,7 +189,7 @@ class SourceSums {
     ranks_ = places_.ranks_of[token_];
     place_ = lane < me_.control.local_ranks() ? places_.place(lane, token_) : 0;
     own_ = {};
-    const int own = me_.rank - me_.control_of.first_rank;
+    const int own = local_place(me_, me_.rank);
     if ((ranks_ >> own & 1) == 0) return;
     const std::size_t row = row_at(window, me_.rank, __shfl_sync(~0u, place_, own));
     if (job_.rows_of == nullptr) {
@@ -215,7 +215,7 @@ class SourceSums {
     }
     const char* sums = ll_.window_of[me_.rank] + window.sums();
     Sum<T> total;
-    const int own = me_.rank - me_.control_of.first_rank;
+    const int own = local_place(me_, me_.rank);
     bool has_own = ranks_ >> own & 1;
     for (std::uint32_t left = ranks_ & ~(1u << own); left != 0;) {
       Part parts[kAtOnce] = {};

@@ -41,7 +41,7 @@ __device__ Destinations find_destinations(const KernelContext& me, const LowLate
     if (!is_expert(me, expert)) continue;
     const int rank = static_cast<int>(expert) / num_local;
     if (!R::kAreThere || is_local(me, rank)) {
-      found.ranks |= 1u << (rank - me.control_of.first_rank);
+      found.ranks |= 1u << local_place(me, rank);
     } else {
       found.domains |= std::uint64_t{1} << me.control.domain_of(rank);
     }

@@ -53,6 +53,7 @@ struct TokenPartition {
   NCCLEP_BOTH std::size_t before() const { return of_token() + 2 * kChunk * num_counted(); }
   NCCLEP_BOTH std::size_t of_rank() const { return before() + 4 * num_columns(); }
   NCCLEP_BOTH std::size_t chunk_bytes() const { return of_rank() + 4 * num_ranks; }
+  NCCLEP_BOTH std::size_t tile_bytes() const { return tile_chunks * chunk_bytes(); }
 };
 
 inline TokenPartition partition_tokens(int num_tokens, int top_k, const KernelContext& me,
@@ -198,9 +199,8 @@ __device__ bool load_assignments(const Index* from, int number, int num_experts,
 
 // Reads `chunks` chunks: assignments, bitmaps, and in `of_token` the assignments of each token for
 // each rank.  Calls `each(token, ranks, assignments)` with one bit for each rank of this domain and
-// each assignment.
-// False for a thread that has found an invalid expert, or one that its token had named before: both
-// count as not routed.
+// each assignment.  False for a thread that has found an invalid expert, or one that its token had
+// named before: both count as not routed.
 template <typename Index, typename Each>
 __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& tile,
                             const void* topk_idx, int first_chunk, int chunks, Each&& each) {

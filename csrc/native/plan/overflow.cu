@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
                 const __grid_constant__ R rails) {
   extern __shared__ __align__(16) char memory[];
   const ChunkTile tile(partition, memory);
-  Shared shared(partition, memory + partition.tile_chunks * partition.chunk_bytes());
+  Shared shared(partition, memory + partition.tile_bytes());
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   // The number of the plan that this belongs to, which `count` will complete.
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
@@ -301,10 +301,9 @@ void launch_drop(const KernelContext& me, const Drop& arguments, const PlanScrat
       arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
   const TokenPartition partition =
       partition_tokens(arguments.num_tokens, arguments.top_k, me, num_sms);
-  launch_cooperatively(
-      "static mode", kernel, partition.num_ctas, kPlanThreads,
-      partition.tile_chunks * partition.chunk_bytes() + Shared::num_bytes(partition), stream, me,
-      arguments, scratch, partition, rails);
+  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
+                       partition.tile_bytes() + Shared::num_bytes(partition), stream, me, arguments,
+                       scratch, partition, rails);
 }
 
 }  // namespace

@@ -124,8 +124,9 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
         count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
     is_complete = is_complete && value >= 0;
     shared.arrived[i] = static_cast<int>(value & ~kBadBit);
-    if (value >= 0 && (value & kBadBit))
+    if (value >= 0 && (value & kBadBit)) {
       atomicOr(shared.bad_ranks + source / 32, 1u << source % 32);
+    }
   }
   if (!__syncthreads_and(is_complete)) return;
   for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   extern __shared__ __align__(16) char memory[];
   const Control& layout = me.control;
   const ChunkTile tile(partition, memory);
-  Shared shared(partition, memory + partition.tile_chunks * partition.chunk_bytes());
+  Shared shared(partition, memory + partition.tile_bytes());
   const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
   const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans) + 1;
 
@@ -417,10 +418,9 @@ void launch_count(const KernelContext& me, const PlanCount& arguments, const Pla
   const int num_tokens = arguments.num_tokens;
   require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
   const TokenPartition partition = partition_tokens(num_tokens, arguments.top_k, me, num_sms);
-  launch_cooperatively(
-      "plan", kernel, partition.num_ctas, kPlanThreads,
-      partition.tile_chunks * partition.chunk_bytes() + Shared::num_bytes(partition), stream, me,
-      arguments, scratch, partition, rails);
+  launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
+                       partition.tile_bytes() + Shared::num_bytes(partition), stream, me, arguments,
+                       scratch, partition, rails);
 }
 
 }  // namespace
