@@ -112,7 +112,7 @@ def missed_on_rank(
 ) -> tuple[str, list[torch.Tensor]]:
     """In a group of its own, which is of no use afterwards, not even for a close."""
     group = dist.new_group(list(range(ctx.num_ranks)))
-    answer = miss(dataclasses.replace(ctx, group=group), engine_name, case, missed)
+    answer = miss(ctx, group, engine_name, case, missed)
     torch.cuda.synchronize()
     dist.barrier(ctx.group)  # no rank takes the group away while another one waits
     dist.destroy_process_group(group)
@@ -120,15 +120,23 @@ def missed_on_rank(
 
 
 def miss(
-    ctx: RankContext, engine_name: str, case: LowLatencyCase, missed: str
+    ctx: RankContext, group: dist.ProcessGroup, engine_name: str, case: LowLatencyCase, missed: str
 ) -> tuple[str, list[torch.Tensor]]:
-    """The last rank leaves a call out; returns what the others have of it, and their error."""
-    engine = engine_of(ctx, engine_name, case.num_local * case.num_ranks, 60.0)
+    """The last rank leaves a call out; returns what the others have of it, and their error.
+
+    Before that all ranks complete one operation: to make windows and to load kernels takes ranks
+    that share a GPU longer than the deadline.
+    """
+    own = dataclasses.replace(ctx, group=group)
+    engine = engine_of(own, engine_name, case.num_local * case.num_ranks, 60.0)
     ll = object_for(engine, case)
-    calls: Any = ll._calls
-    calls._config = dataclasses.replace(calls._config, timeout_s=2.0)  # windows take longer to make
     tensors = (case.x(1, 0), case.topk_idx(1, 0), case.weights(1, 0))
     arguments = [tensor.to(ctx.device) for tensor in tensors]
+    ll.combine(ll.dispatch(*arguments).rows.clone())
+    torch.cuda.current_stream().synchronize()
+    calls: Any = ll._calls
+    calls._config = dataclasses.replace(calls._config, timeout_s=2.0)
+    dist.barrier(ctx.group)
     is_late = ctx.rank == ctx.num_ranks - 1
     kept = []
     if missed == "combine" or not is_late:
@@ -140,7 +148,7 @@ def miss(
     torch.cuda.current_stream().synchronize()
     kept = [tensor.cpu() for tensor in kept]
     try:
-        EpGroup.of(ctx.group).check()
+        EpGroup.of(group).check()
     except PeerError as error:
         return str(error), kept
     return "", kept
@@ -155,12 +163,13 @@ def test_a_rank_that_does_not_come(pool: RankPool, engine_name: str, missed: str
     case = LowLatencyCase("missed", pool.size, 4, 9, 3)
     *others, (late, _) = pool.run(missed_on_rank, engine_name, case, missed, ranks=pool.size)
     assert late == ""
+    named = [f"rank {pool.size - 1} did not come in" in text for text, _ in others]
     if missed == "dispatch" or local_ranks() is None:
-        assert all(f"rank {pool.size - 1} did not come in" in text for text, _ in others)
+        assert all(named), [text for text, _ in others]
     else:  # another domain waits for the rank's rail peers, which say for whom they wait
-        assert any(f"rank {pool.size - 1} did not come in" in text for text, _ in others)
+        assert any(named), [text for text, _ in others]
     for text, kept in others:
-        assert f" did not come in low-latency {missed}, operation 1 " in text
+        assert f" did not come in low-latency {missed}, operation 2 " in text
         if missed == "combine":
             assert torch.isnan(kept[0]).all()
             continue
