@@ -110,8 +110,8 @@ def free_port() -> int:
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> str:
     """Wait for all ranks, for a while only once one has failed; what went wrong."""
     until, failed = time.monotonic() + limit_s, False
-    while any(rank.poll() is None for rank in ranks):
-        if not failed and any(rank.returncode for rank in ranks):
+    while None in (states := [rank.poll() for rank in ranks]):
+        if not failed and any(states):
             failed, until = True, min(until, time.monotonic() + GRACE_S)
         if time.monotonic() > until:
             break

@@ -35,6 +35,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
 WATCHED = 0  # the rank
@@ -98,12 +99,12 @@ class Watch:
         self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
         names = ctypes.c_uint64 * len(COUNTERS)
         self._counters = names.in_dll(ctypes.CDLL(plugin), "rma_loop_counters")
-        self._at = COUNTERS.index("bytes_in")
+        self._places = COUNTERS.index("bytes_in"), COUNTERS.index("bytes")
 
-    @property
-    def bytes_in(self) -> int:
-        """What the network has brought to this process so far."""
-        return self._counters[self._at]
+    def moved(self) -> tuple[int, int]:
+        """Bytes that the network has brought to this process, and that it was given to put."""
+        come, put = self._places
+        return self._counters[come], self._counters[put]
 
     def begin(self, rows: torch.Tensor, kinds: torch.Tensor, most_looks: int = MOST_LOOKS) -> None:
         """Start the kernel on `rows`, [n, width], of `kinds`, int32 [n]; returns once it looks."""
@@ -121,16 +122,16 @@ class Watch:
         """Sample until `done` has happened and all `total` rows are in place.
 
         Returns:
-            [ns since start_ns, bytes that have come, rows of kind NEAR, rows of kind FAR] each time
-            that something has changed.
+            [ns since start_ns, bytes that have come, rows of kind NEAR, rows of kind FAR, bytes
+            given to the network] each time that something has changed.
         """
         found, samples, last = self._found.numpy(), list[list[int]](), None
         until = time.monotonic() + TIMEOUT_S
         while True:
-            state = self._counters[self._at], int(found[0])
-            rows = [state[1] & 0xFFFFFFFF, state[1] >> 32]
-            if state != last:
-                samples.append([time.monotonic_ns() - start_ns, state[0], *rows])
+            (come, put), count = self.moved(), int(found[0])
+            rows = [count & 0xFFFFFFFF, count >> 32]
+            if (state := [come, *rows, put]) != last:
+                samples.append([time.monotonic_ns() - start_ns, *state])
                 last = state
             if done.query() and (sum(rows) == total or time.monotonic() > until):
                 return samples
@@ -159,10 +160,10 @@ class Runs:
 
     def alone_us(self, call: Callable[[], Any]) -> float:
         """The median of calls that nobody watches, each on the slowest rank, from the host."""
-        times = []
+        times: list[float] = []
         for _ in range(TIMED):
             torch.cuda.synchronize()
-            start, every = self.start_ns(), [None] * dist.get_world_size()
+            start, every = self.start_ns(), [0.0] * dist.get_world_size()
             call()
             torch.cuda.synchronize()
             took = (time.monotonic_ns() - start) / 1e3
@@ -180,11 +181,11 @@ class Runs:
         torch.cuda.synchronize()
         address, samples, done = rows.data_ptr(), list[list[int]](), torch.cuda.Event()
         done.record()
-        before = 0
+        come, put = 0, 0
         if self._watch:
             rows.view(torch.int32).fill_(UNTOUCHED)
             self._watch.begin(rows, kinds)
-            before = self._watch.bytes_in
+            come, put = self._watch.moved()
         del rows
         start = self.start_ns()
         rows = call()
@@ -192,7 +193,7 @@ class Runs:
         if self._watch:
             if rows.data_ptr() == address:
                 found = self._watch.sample(start, done, total)
-                samples = [[ns, come - before, *counts] for ns, come, *counts in found]
+                samples = [[ns, a - come, near, far, b - put] for ns, a, near, far, b in found]
             self._watch.end()
         torch.cuda.synchronize()
         return samples
@@ -249,8 +250,12 @@ def measure(folder: Path) -> dict[str, Any]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     (shape,) = shapes.load(str(folder / "shapes.yaml")).shapes
     work, runs = Workload(shape.case(num_ranks, "cuda"), rank), Runs(rank)
-    limits = {"timeout_s": TIMEOUT_S, "first_timeout_s": TIMEOUT_S}
-    config = EpConfig(engine="native", max_recv_rows=shape.max_recv_rows, **limits)
+    config = EpConfig(
+        engine="native",
+        max_recv_rows=shape.max_recv_rows,
+        timeout_s=TIMEOUT_S,
+        first_timeout_s=TIMEOUT_S,
+    )
     group = dist.group.WORLD
     assert group is not None  # just made
     with closing(create_engine(group, shape.experts, config)) as engine:
@@ -260,7 +265,7 @@ def measure(folder: Path) -> dict[str, Any]:
             "combine": lambda: engine.combine(plan, work.y)[0],
         }
         of_rows, of_sums = kinds_of(work, nodes)
-        model, found = bytes_to_come(work, nodes), {}
+        model, found = bytes_to_come(work, nodes), dict[str, Any]()
         for (name, call), kinds in zip(calls.items(), (of_rows, of_sums), strict=True):
             alone_us = runs.alone_us(call)
             samples = best([runs.watched(call, kinds) for _ in range(RUNS)])
@@ -269,8 +274,9 @@ def measure(folder: Path) -> dict[str, Any]:
                 "far": int((kinds == FAR).sum()),
                 "model_bytes": model[name],
                 "alone_us": alone_us,
-                "samples": samples,  # [ns, bytes that have come, rows near, rows far]
+                "samples": samples,  # [ns, bytes that have come, rows near, rows far, bytes put]
             }
+    EpGroup.of(group).close()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine("cuda", num_ranks),

@@ -31,8 +31,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT / part) for part in (".", "scripts", "tests/network", "tests/native")]
 sys.path[:0] = PATHS
 
+import figures  # noqa: E402
 import gpu  # noqa: E402
 import loop  # noqa: E402
+import pages  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
 
 from megatron_ncclep.cli.network_model import NetworkModel, Puts  # noqa: E402
@@ -212,7 +214,10 @@ def counted_against_model(
 def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
     if case.part == "timeline":
-        return {"timeline": json.loads((folder / "timeline.json").read_text())["summary"]}
+        seen = json.loads((folder / "timeline.json").read_text())
+        picture = figures.network_timeline(seen, pages.measured_on(seen))
+        (folder / "timeline.svg").write_text(picture)
+        return {"timeline": seen["summary"]}
     bench = json.loads((folder / "bench.json").read_text())
     shapes = bench["low_latency" if case.part == "ll" else "shapes"]
     counters = [json.loads(file.read_text()) for file in sorted(folder.glob("counters-*.json"))]
