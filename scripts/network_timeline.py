@@ -41,10 +41,10 @@ from megatron_ncclep.ranks.nodes import Nodes
 WATCHED = 0  # the rank
 UNTOUCHED = -1  # the word that a result is filled with: two NaNs, which no row has
 TIMED, RUNS = 9, 5  # calls that nobody watches, and watched ones
-TIMEOUT_S, BEGIN_S = 30.0, 0.01
+TIMEOUT_S, BEGIN_S, SEEN_S = 30.0, 0.01, 5.0
 MOST_SAMPLES = 400  # of a run that are kept
 # The watching kernel looks at so many rows at a time, and ends by itself after so many looks.
-LOOKED, MOST_LOOKS = 4096, 32_000
+LOOKED, MOST_LOOKS = 4096, 200_000
 NEAR, FAR = 1, 2  # kinds of rows: from this rank's domain, from others; 0: none
 
 
@@ -126,7 +126,7 @@ class Watch:
             given to the network] each time that something has changed.
         """
         found, samples, last = self._found.numpy(), list[list[int]](), None
-        until = time.monotonic() + TIMEOUT_S
+        until = time.monotonic() + SEEN_S
         while True:
             (come, put), count = self.moved(), int(found[0])
             rows = [count & 0xFFFFFFFF, count >> 32]
