@@ -121,6 +121,7 @@ class EngineSubject(Subject):
         with excused(EngineUnavailableError, InputError):
             # All options are set, so that the environment does not affect the measurement.
             options = setting.options(engine=base, alignment=case.alignment, num_sms=num_sms)
+            options["max_recv_rows"] = case.max_recv_rows
             engine = create_engine(setting.new_group(), case.num_experts, EpConfig(**options))
         self._engine = engine
         self.sms = str(getattr(engine, "num_sms", None) or num_sms or DEFAULT_SMS.get(base, "-"))

@@ -344,6 +344,11 @@ class Job(Checked):
             raise InputError(f"{wrong}: give --config training")
         for shape in self.shapes:
             shape.check_ranks(self.ranks)
+            others = [name for name in self.measured if kind_of(name) != "engine"]
+            if shape.max_recv_rows is not None and (others or self.mode == LOW_LATENCY):
+                what = f"--mode {LOW_LATENCY}" if self.mode == LOW_LATENCY else others[0]
+                given = f"{self.config}: {shape}: max_recv_rows {shape.max_recv_rows}"
+                raise InputError(f"{given}: {what} would ignore it: leave it out")
         for training in self.trainings:
             training.settings(self.ranks)
         for name in self.required:

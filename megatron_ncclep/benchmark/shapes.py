@@ -47,6 +47,7 @@ class Shape(Checked):
     skew: float = at_least(0, default=0.0)  # 0: even over experts; 1: as few experts as possible
     alignment: int = one_of(ALIGNMENTS, 1)  # of an expert's block, in rows
     ffn_hidden_size: int | None = at_least(1, default=None)  # only layers and experts need it
+    max_recv_rows: int | None = at_least(1, default=None)  # of engines: static mode
 
     def __str__(self) -> str:
         return f"shape {self.name}"
@@ -72,6 +73,7 @@ class Shape(Checked):
             name=self.name, tokens=(self.tokens,) * num_ranks, num_experts=self.experts,
             top_k=self.top_k, hidden=self.hidden, dtype=DTYPES[self.dtype],
             alignment=self.alignment, skew=self.skew, device=device,
+            max_recv_rows=self.max_recv_rows,
         )  # fmt: skip
 
 
@@ -244,15 +246,22 @@ def payload(
 def tables_of_case(case: Case, on_node: int | None = None) -> list[SlotTable]:
     """The routes of a case to each of its ranks; `on_node`: how many of them are on a node."""
     topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-    return tables_of(topk_idx, case.num_experts, case.alignment, on_node)
+    rows = case.max_recv_rows
+    assert rows is None or isinstance(rows, int)  # a shape has no words for them
+    return tables_of(topk_idx, case.num_experts, case.alignment, on_node, rows)
 
 
 def tables_of(
-    topk_idx: list[torch.Tensor], num_experts: int, alignment: int = 1, on_node: int | None = None
+    topk_idx: list[torch.Tensor],
+    num_experts: int,
+    alignment: int = 1,
+    on_node: int | None = None,
+    max_recv_rows: int | None = None,
 ) -> list[SlotTable]:
     """The routes to each rank; arguments as of `slot_table`."""
     ranks = range(len(topk_idx))
-    return [slot_table(r, topk_idx, num_experts, alignment, ranks_on_node=on_node) for r in ranks]
+    options = (topk_idx, num_experts, alignment, max_recv_rows, on_node)
+    return [slot_table(rank, *options) for rank in ranks]
 
 
 def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:

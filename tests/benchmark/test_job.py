@@ -74,6 +74,10 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
         (f"shapes: [{GOOD[:-1]}, ffn_hidden_size: 2.5}}]", "ffn_hidden_size 2.5: must be int"),
         (f"shapes: [{GOOD[:-1]}, skew: -1}}]", "skew -1"),
         (f"shapes: [{GOOD.replace('top_k: 2', 'top_k: 9')}]", "a token picks distinct experts"),
+        (
+            f"shapes: [{GOOD[:-1]}, max_recv_rows: 8}}]\nsubjects: [alltoall]",
+            "alltoall would ignore",
+        ),
         (f"shapes: [{GOOD}]\nsubjects: [nothing]", "unknown subject 'nothing'"),
         (f"shapes: [{GOOD}]\nsubjects: nothing", "subjects must be a list"),
         (f"shapes: [{GOOD}]\nsamples: 0", "samples 0"),

@@ -1,0 +1,138 @@
+"""What `scripts/over_network.py` makes of measurements: times against the link, bytes, speedups."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield importlib.import_module("over_network")
+
+
+def case(script: Any, part: str = "ht", engine: str = "native") -> Any:
+    return script.Case(part, script.Grid(2, 1), 12.5, (), engine)
+
+
+def found(**us: float) -> dict[str, Any]:
+    """A shape of bench.json: 125 of 128 tokens' rows of 1 KB cross, which takes 10.24 us."""
+    passes = {name: {"median_us": of} for name, of in us.items()}
+    return {
+        "shape": {"name": "small", "tokens": 128, "experts": 4, "top_k": 2},
+        "row_bytes": 1024,
+        "network": {"machines": 2, "ranks_on_each": 1, "hierarchical_bytes": 125 * 1024},
+        "subjects": [{"name": "native", "status": "ok", "passes": passes}],
+        "error": None,
+    }
+
+
+def test_times_are_compared_with_those_of_the_bytes(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"plan": 99, "dispatch": 10.24, "combine": 11.264, "bwd_dispatch": 11.7}
+    monkeypatch.setattr(script, "HT_TOKENS", 128)
+    for last, met in ((11.7, True), (11.8, False)):
+        read = script.rows_against_link(case(script), found(**times, bwd_combine=last))
+        assert read["ratio"]["dispatch"] == pytest.approx(1)
+        assert read["ratio"]["combine"] == pytest.approx(1.1)
+        assert read["met"] is met
+        assert read["model_bytes"] == pytest.approx(128 * 5 / 6 * 1024)
+        text = script.described({"name": "a", "problem": "", "seconds": 1, "shapes": [read]})
+        assert (" yes " if met else " NO ") in text[-1]
+
+
+def test_the_aim_of_few_tokens_is_latency_bytes_and_a_constant(script: Any) -> None:
+    read = script.rows_against_link(case(script, "ll"), found())
+    one_way = 3 + 10.24 + 25
+    assert read["aim_us"] == pytest.approx(
+        {"dispatch": one_way, "combine": one_way, "pair": 2 * one_way}
+    )
+
+
+def test_what_failed_is_said(script: Any) -> None:
+    broken = found()
+    broken["subjects"][0] |= {"status": "failed", "reason": "no network card", "passes": {}}
+    read = script.rows_against_link(case(script), broken)
+    assert read["problem"] == "no network card"
+    text = script.described({"name": "a", "problem": "", "seconds": 1, "shapes": [read]})
+    assert "  small: no network card" in text
+
+
+def test_counted_bytes_are_those_of_all_rounds(script: Any) -> None:
+    crossing = 128 * 5 / 6  # rows that a rank puts, in the mean
+    rows = 4 * (8 + 1024 * crossing) + 4 * 128 * 2 + 4 * 2 * crossing
+    plan = 8 * (2 + 1 + 1) + 8 * 128 + 8 * crossing + 4 * 2 + 4 * crossing
+    put = round((3 + 20 + 3) * (rows + plan))
+
+    def differs(put: int, came: int, refused: int = 0) -> bool:
+        one = {"puts": 9, "bytes": put, "bytes_in": came, "refused": refused}
+        told = script.counted_against_model(case(script), [found()], [one, one])
+        assert told["model"] == pytest.approx(2 * (3 + 20 + 3) * (rows + plan))
+        return told["differs"]
+
+    assert not differs(put, put)
+    assert differs(put, put - 8)
+    assert differs(put, put, refused=1)
+    assert differs(round(1.03 * put), round(1.03 * put))
+
+
+def test_native_is_compared_with_the_same_links_and_shape(script: Any) -> None:
+    ours, theirs = case(script), case(script, "hierarchical", "hierarchical")
+    results = {}
+    for each, us in ((ours, (10, 20, 10, 20)), (theirs, (15, 25, 12, 20))):
+        times = dict(zip(script.PASSES, us, strict=True))
+        results[each.name] = {"shapes": [script.rows_against_link(each, found(**times))]}
+    (line,) = script.compared(results)
+    assert "small: 1.20 (1.50 1.25 1.20 1.00); >= 1.3: NO" in line
+
+
+def test_a_timeline_is_drawn(script: Any) -> None:
+    """The dashed line of the link ends where all bytes have passed it."""
+    end = [4_000_000, 25_000_000, 10, 90, 25_000_000]
+    of = {"near": 10, "far": 90, "samples": [[2_000_000, 5_000_000, 10, 0, 25_000_000], end]}
+    result = {"gb_per_s": 12.5, "latency_us": 3, "hosts": 2, "ranks_on_each": 2}
+    result["operations"] = {"dispatch": of, "combine": {**of, "near": 1, "far": 99}}
+    svg = ElementTree.fromstring(script.figures.network_timeline(result, "by hand"))
+    curves = [each.attrib for each in svg if each.get("stroke-width") == "2"]
+    assert len(curves) == 5 + 5 + 4  # legend, dispatch, combine, of which one sum stays near
+    *_, last = (each["d"] for each in curves if "stroke-dasharray" in each)
+    x = [float(point.split()[0]) for point in last[1:].split("L")]
+    assert x[1] - x[0] == pytest.approx(390 * 2.0 / 4.0, abs=0.1)
+
+
+RANK = """
+import os, sys, time
+print(os.environ["RANK"], os.environ["NCCL_HOSTID"], os.environ["EXTRA"], flush=True)
+if sys.argv[1] == os.environ["RANK"]:
+    sys.exit(3)
+if sys.argv[1] != "none":
+    time.sleep(300)
+"""
+
+
+def test_ranks_know_their_hosts_and_end(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also when one of them fails, and the others would wait for it."""
+    monkeypatch.setattr(sys.modules["host_ranks"], "GRACE_S", 0.1)
+    log, grid = tmp_path / "log", script.Grid(2, 2)
+    for failing, problem in (("none", ""), ("1", "rank 1 ended with 3")):
+        command = [sys.executable, "-c", RANK, failing]
+        told = script.run_ranks(grid, command, {"EXTRA": "x"}, log, 60, [])
+        assert problem in told
+        assert ("rank 2 was stopped" in told) == bool(problem)
+    assert script.run_ranks(grid, [*command[:3], "none"], {"EXTRA": "x"}, log, 60, []) == ""
+    said = [f"{rank} host{rank // 2} x" for rank in range(4)]
+    assert sorted(log.read_text().splitlines()) == said
