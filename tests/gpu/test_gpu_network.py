@@ -70,7 +70,8 @@ def test_words_reach_the_rail_peers(ctx: RankContext, hosts: int) -> None:
         after = counters(PLUGIN)
         puts = 20 * (hosts - 1)
         moved = {name: after[name] - before[name] for name in after}
-        assert moved == {"puts": puts, "bytes": 8 * puts, "bytes_in": 8 * puts, "refused": 0}
+        expected = {"puts": puts, "bytes": 8 * puts, "bytes_in": 8 * puts}
+        assert moved == expected | {"direct": puts, "refused": 0}
         gathered(ctx, None)
 
 
@@ -112,15 +113,17 @@ def test_a_put_that_does_not_come_is_named_in_time(
         assert f"rank {rank} of {ctx.num_ranks}: put number 3 of rank 0" in texts[rank]
 
 
-def counted(ctx: RankContext, call: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
-    """The result of a call, and what this rank put in it: messages and bytes."""
+def counted(ctx: RankContext, call: Callable[[], Any]) -> tuple[Any, tuple[int, int], int]:
+    """The result of a call, what this rank put in it (messages and bytes), and the messages whose
+    bytes went from GPU to GPU."""
     gathered(ctx, None)
     before = counters(PLUGIN)
     result = call()
     torch.cuda.synchronize()
     gathered(ctx, None)  # all ranks have what was put to them
     after = counters(PLUGIN)
-    return result, (after["puts"] - before["puts"], after["bytes"] - before["bytes"])
+    moved = {name: after[name] - before[name] for name in after}
+    return result, (moved["puts"], moved["bytes"]), moved["direct"]
 
 
 def routing(rank: int, num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
@@ -163,10 +166,10 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
     config = EpConfig(engine="native", timeout_s=START_S)
     with closing(create_engine(ctx.group, on_rank * R, config)) as engine:
         engine.dispatch(engine.plan(topk_idx), x)  # makes windows
-        plan, of_plan = counted(ctx, lambda: engine.plan(topk_idx))
-        (rows, row_w), of_dispatch = counted(ctx, lambda: engine.dispatch(plan, x, w))
-        _, of_combine = counted(ctx, lambda: engine.combine(plan, rows))
-        _, of_values = counted(ctx, lambda: engine.combine(plan, rows, row_w))
+        plan, of_plan, _ = counted(ctx, lambda: engine.plan(topk_idx))
+        (rows, row_w), of_dispatch, _ = counted(ctx, lambda: engine.dispatch(plan, x, w))
+        _, of_combine, _ = counted(ctx, lambda: engine.combine(plan, rows))
+        _, of_values, _ = counted(ctx, lambda: engine.combine(plan, rows, row_w))
     assert [of_plan, of_dispatch, of_combine, of_values] == [tuple(e) for e in expected.tolist()]
 
 
@@ -191,10 +194,11 @@ def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int) -> None:
     config = EpConfig(engine="native", timeout_s=START_S)
     with closing(create_engine(ctx.group, model.num_experts, config)) as engine:
         plan = engine.plan(topk_idx)
-        (rows, _), (messages, _) = counted(ctx, lambda: engine.dispatch(plan, x))
+        (rows, _), (messages, _), direct = counted(ctx, lambda: engine.dispatch(plan, x))
         out, _ = engine.combine(plan, rows)
         assert torch.equal(out, 2 * x)  # a row for each assignment
     assert messages == (hosts - 1) * Puts.of_rows(0, 0, phases, rounds=rounds).messages
+    assert direct == messages
 
 
 @pytest.mark.parametrize("fault", ["drop", "stop", "silent", "error", "delay"])

@@ -1,169 +1,124 @@
-// What the ranks of a group share, and how messages go through it.
+// The ranks of a group, and how messages go from one to another.
 //
-// The source's progress copies a message into a ring in memory of the target, 256 KB at a time; the
-// target's progress copies it to its place when it has arrived, and then adds the signal.  Messages
-// of one pair stay in order.  link.h says how links are slowed down and broken.
+// From memory of a GPU to memory of a GPU, the source's progress copies the bytes to their place,
+// and the ring in memory of the target only says so.  All others it copies into the ring, 256 KB at
+// a time, and the target's progress copies them to their place.  There the message arrives when
+// links let it, after its source's copy, and then the target adds the signal.  Messages of one pair
+// arrive in order.  link.h says how links are slowed down and broken.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <atomic>
+#include <array>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "driver.h"
+#include "gpu.h"
 #include "link.h"
-#include "rma_plugin.h"
+#include "post.h"
+#include "region.h"
+#include "ring.h"
 
-// What this process has put (messages and bytes), the bytes that have come, and the messages that
-// were refused here because they would have left registered memory.
-enum { kPuts, kBytes, kBytesIn, kRefused, kNumCounters };
+// What this process has put (messages, bytes, and messages whose bytes went from GPU to GPU), the
+// bytes that have come, and the messages that were refused here because they would have left
+// registered memory.
+enum { kPuts, kBytes, kDirect, kBytesIn, kRefused, kNumCounters };
 extern "C" [[gnu::visibility("default")]] std::atomic<std::uint64_t>
     rma_loop_counters[kNumCounters];
 
 namespace rma {
 
-constexpr int kMaxRanks = 16, kSlots = 16;
-constexpr std::size_t kSlotBytes = 256 << 10;
-// Sent to one target before the copies are waited for: the target gets none of them earlier.
-constexpr int kSlotsAtOnce = 2;
+// Sent to one target at once over the ring: the target gets none of them earlier.
+constexpr int kBoxesAtOnce = 2;
+constexpr std::size_t kDirectBytes = 512 << 10;  // a piece of a message that goes directly
+// A piece is sent when the link is free so soon: long messages leave room for others.
+constexpr u64 kAheadNs = 100'000;
+// In which all ranks of a group add a region.
+constexpr u64 kRegionNs = 20'000'000'000;
 
 inline Link link_;  // of this process
 inline std::mutex link_mutex;
 using Lock = std::lock_guard<std::mutex>;
 
-// --- what ranks share ----------------------------------------------------------------------------
-
-struct Message {
-  int to, signals;  // regions; -1: none
-  u64 to_offset, size, signal_offset, value;
-};
-
-struct Slot {
-  Message message;
-  u64 first, num_bytes;  // of the message's bytes
-  u64 arrives_ns;
-  char data[kSlotBytes];
-};
-
-// From one rank to another, in the other's memory.
-struct alignas(4096) Ring {
-  std::atomic<bool> is_open, is_refused;
-  alignas(64) std::atomic<u64> head;  // the source's
-  alignas(64) std::atomic<u64> tail;  // the target's
-  u64 word;                           // the target's, for signals on a GPU
-  Slot slots[kSlots];
-};
-
 struct Handle {
   int process, file;
+  Address post;
 };
 static_assert(sizeof(Handle) <= kHandleBytes);
 
-inline Ring* map(int file, int first, int count) {
-  void* memory = mmap(nullptr, count * sizeof(Ring), PROT_READ | PROT_WRITE, MAP_SHARED, file,
-                      first * static_cast<off_t>(sizeof(Ring)));
-  return memory == MAP_FAILED ? nullptr : static_cast<Ring*>(memory);
-}
-
-// --- a group of ranks ----------------------------------------------------------------------------
-
-struct Region {
-  int id, type;
-  char* data;
-  std::size_t size;
-  bool is_never_reset;
-  std::vector<u64> signals;  // of a GPU's memory that is never reset: the values
-
-  bool holds(u64 offset, u64 num_bytes) const {
-    return num_bytes <= size && offset <= size - num_bytes;
-  }
-};
-
-struct Request {
-  Message message;
-  u64 number;  // of this process's puts, from 1
-  int target, from;
-  u64 from_offset, sent, end;  // end: in the ring; 0: not all is sent
-  bool is_lost;
-};
-
+// The functions for puts are called by one thread, those for regions by any.
 struct Group {
-  int num_ranks;
-  Ring* in = nullptr;           // by source
-  std::vector<Ring*> out;       // by target
-  std::vector<u64> arrival_ns;  // of the next slot, by source; 0: unknown
+  const int rank, num_ranks;
+  Ring* in = nullptr;      // by source
+  std::vector<Ring*> out;  // by target
+  Post post;
+  std::vector<Address> posts;  // by rank
   std::vector<std::unique_ptr<Region>> regions;
-  std::vector<std::deque<Request*>> waiting;  // by target
-  std::map<void*, std::unique_ptr<Request>> requests;
-  bool is_refused = false;
-  std::mutex mutex;  // of all this
-  std::unique_ptr<Driver> driver;
-  void *context = nullptr, *in_stream = nullptr, *out_stream = nullptr;
+  bool is_refused = false, has_failed = false;
+  std::mutex mutex;  // of what follows, and of regions
 
-  explicit Group(int ranks) : num_ranks(ranks), arrival_ns(ranks), waiting(ranks) {}
+  Group(int rank, int num_ranks, Post post)
+      : rank(rank), num_ranks(num_ranks), post(std::move(post)), waiting_(num_ranks) {}
+  Group(const Group&) = delete;
   ~Group() {
-    const Within ours(driver.get(), context);
+    if (gpu_) {
+      gpu_->wait(gpu_->in_stream);
+      gpu_->wait(gpu_->out_stream);
+    }
+    regions.clear();
     for (Ring* ring : out) unmap(ring, 1);
     if (in) unmap(in, num_ranks);
-    if (driver) {
-      driver->end_stream(in_stream);
-      driver->end_stream(out_stream);
-      driver->end_context(context);
+    if (gpu_) {
+      in_batches_.close(gpu_->driver);
+      out_batches_.close(gpu_->driver);
+      gpu_->leave();
     }
   }
 
-  void unmap(Ring* rings, int count) {
-    if (driver) driver->unpin(rings);
-    munmap(rings, count * sizeof(Ring));
-  }
-
-  // Before the first memory of a GPU; a context of that GPU is current.  Copies have one of their
-  // own: calls in the other one, which load a kernel or allocate memory, may wait for a kernel that
-  // waits for a copy, and copies would wait for such a call.  A network card calls no driver.
-  bool use_gpu() {
-    if (driver) return true;
-    auto opened = std::make_unique<Driver>();
-    void* before = nullptr;
-    int device = 0;
-    if (!opened->open() || opened->get_context(&before) != 0 || before == nullptr) return false;
-    if (opened->get_device(&device) != 0 || opened->new_context(&context, 0, device) != 0) {
-      return false;
+  // Null: that failed.  Collective, and in the same order on all ranks.
+  Region* add_region(void* data, std::size_t size, int type, bool is_never_reset) {
+    Region* region;
+    {
+      const Lock lock(mutex);
+      if (type == kCuda && !use_gpu()) return nullptr;
+      const int id = static_cast<int>(regions.size());
+      regions.emplace_back(
+          new Region{id, type, static_cast<char*>(data), size, is_never_reset, {}, {}});
+      region = regions.back().get();
     }
-    bool is_ready =
-        opened->new_stream(&in_stream, 1) == 0 && opened->new_stream(&out_stream, 1) == 0;
-    is_ready = is_ready && opened->pin(in, num_ranks * sizeof(Ring), 1) == 0;
-    for (Ring* ring : out) is_ready = is_ready && opened->pin(ring, sizeof(Ring), 1) == 0;
-    is_ready = opened->set_context(before) == 0 && is_ready;
-    if (is_ready) driver = std::move(opened);
-    return is_ready;
+    // Not under the lock: others may come only when what is on its way has arrived.
+    Letter letter = {rank, region->id, size, 0, 0};
+    File file;
+    if (type == kCuda && goes_directly(*region)) {
+      file = export_memory(gpu_->driver, data, size, letter);
+    }
+    const auto mail = post.exchange(posts, letter, file, kRegionNs);
+    std::vector<PeerMemory> peers(num_ranks);
+    for (int r = 0; r < num_ranks; ++r) {
+      if (mail[r] && type == kCuda) {
+        peers[r] = PeerMemory(gpu_->driver, gpu_->device, *mail[r]);
+      } else if (mail[r]) {
+        peers[r] = PeerMemory(nullptr, mail[r]->letter.region_bytes);
+      }
+    }
+    peers[rank] = PeerMemory(file ? data : nullptr, size);
+    const Lock lock(mutex);
+    region->peers = std::move(peers);
+    return region;
   }
 
-  bool to_memory(const Region& to, u64 offset, const void* data, std::size_t size) {
-    char* const at = to.data + offset;
-    if (to.type == kCuda)
-      return driver->to_device(reinterpret_cast<u64>(at), data, size, in_stream) == 0;
-    memcpy(at, data, size);
-    return true;
+  void remove_region(Region& region) {
+    const Lock lock(mutex);
+    region.size = 0;  // its place in the order stays
+    if (region.id < kMaxRegions) {
+      for (int source = 0; source < num_ranks; ++source) in[source].is_removed[region.id] = true;
+    }
+    if (gpu_ && !out_batches_.is_empty()) gpu_->wait(gpu_->out_stream);
+    if (gpu_) gpu_->leave();
+    region.peers.clear();
   }
-  bool from_memory(const Region& from, u64 offset, void* data, std::size_t size, void* stream) {
-    const char* const at = from.data + offset;
-    if (from.type == kCuda)
-      return driver->to_host(data, reinterpret_cast<u64>(at), size, stream) == 0;
-    memcpy(data, at, size);
-    return true;
-  }
-  // When what begins at `start` has passed one end of this process's link.
-  static u64 pass(u64& free_ns, u64 start, std::size_t size) {
-    const Lock lock(link_mutex);
-    return link_.pass(free_ns, start, size);
-  }
-  bool wait(void* stream) { return !driver || driver->wait(stream) == 0; }
 
   // Null unless memory is registered there.
   Region* find(int id, u64 offset, u64 size) const {
@@ -171,104 +126,269 @@ struct Group {
     return region && region->holds(offset, size) ? region : nullptr;
   }
 
-  bool add_signal(u64& word, Region& signals, u64 offset, u64 value) {
+  Request* add_request() {
+    if (free_.empty()) {
+      requests_.push_back(std::make_unique<Request>());
+      free_.push_back(requests_.back().get());
+    }
+    Request* request = free_.back();
+    free_.pop_back();
+    *request = {};
+    return request;
+  }
+  void end_request(Request* request) { free_.push_back(request); }
+  void send_later(Request* request) { waiting_[request->target].push_back(request); }
+
+  // Nothing arrives here or leaves.
+  bool is_silent() {
+    const bool now = link_.has_begun(kSilent, rma_loop_counters[kPuts]);
+    for (int r = 0; now != was_silent_ && r < num_ranks; ++r) in[r].is_silent = now;
+    return was_silent_ = now;
+  }
+
+  // Receives and sends what can be.
+  bool progress() {
+    const Leaving leaving{gpu_.get()};
+    return finish(true) && receive() && send() && finish(false);
+  }
+
+ private:
+  // Before the first memory of a GPU.
+  bool use_gpu() {
+    if (gpu_) return true;
+    auto gpu = Gpu::open();
+    if (!gpu) return false;
+    const Leaving leaving{gpu.get()};
+    bool is_ready = gpu->enter() && in_batches_.open(gpu->driver) &&
+                    out_batches_.open(gpu->driver) &&
+                    Driver::ok(gpu->driver.pin(in, num_ranks * sizeof(Ring), 1), "pinning");
+    for (Ring* ring : out) {
+      is_ready = is_ready && Driver::ok(gpu->driver.pin(ring, sizeof(Ring), 1), "pinning");
+    }
+    if (is_ready) gpu_ = std::move(gpu);
+    return is_ready;
+  }
+  void unmap(Ring* rings, int count) {
+    if (gpu_) gpu_->driver.unpin(rings);
+    munmap(rings, count * sizeof(Ring));
+  }
+  bool goes_directly(const Region& region) const {
+    return region.id < kMaxRegions && gpu_->driver.copy_all && !link_.is_staged;
+  }
+
+  // --- links ---
+
+  // When what begins at `start` has passed one end of this process's link.
+  static u64 pass(u64& free_ns, u64 start, std::size_t size) {
+    const Lock lock(link_mutex);
+    return link_.pass(free_ns, start, size);
+  }
+  static bool is_free(u64 now) {
+    const Lock lock(link_mutex);
+    return link_.out_free_ns <= now + kAheadNs;
+  }
+
+  // --- sending ---
+
+  // A peer's region that has these bytes; null: there is none.
+  const PeerMemory* find_peer(int target, int id, u64 offset, u64 size) const {
+    if (id < 0 || id >= static_cast<int>(regions.size()) || id >= kMaxRegions) return nullptr;
+    if (regions[id]->peers.empty() || out[target]->is_removed[id]) return nullptr;
+    const PeerMemory& peer = regions[id]->peers[target];
+    return peer.holds(offset, size) ? &peer : nullptr;
+  }
+
+  // Where the peer's memory is reached here; null: bytes go over the ring.  There go messages that
+  // the target refuses, and late ones, whose bytes are late, too.
+  char* place_of(const Request& request) const {
+    const Message& message = request.message;
+    const int target = request.target;
+    const Region* from = find(request.from, request.from_offset, message.size);
+    if (message.size == 0 || !from || from->type != kCuda) return nullptr;
+    if (link_.is(kDelay, request.number) || out[target]->is_silent) return nullptr;
+    const bool is_right =
+        message.signals < 0 || (message.signal_offset % 8 == 0 &&
+                                find_peer(target, message.signals, message.signal_offset, 8));
+    const PeerMemory* to = find_peer(target, message.to, message.to_offset, message.size);
+    return is_right && to && to->data() ? to->data() + message.to_offset : nullptr;
+  }
+
+  enum Sent { kNothing, kPiece, kFailed };
+
+  // Begins to send the next piece of what waits for `target`.
+  Sent send_piece(int target, int round, u64 now, bool& has_copies) {
+    Ring& ring = *out[target];
+    if (waiting_[target].empty()) return kNothing;
+    const u64 tail = ring.tail.load(std::memory_order_acquire);
+    if (sent_[target] == tail + kSlots) return kNothing;
+    Request& request = *waiting_[target].front();
+    if (link_.has_begun(kStop, request.number) || !is_free(now)) return kNothing;
+    char* const place = place_of(request);
+    if (place ? copies_.count == CopyList::kMost : round >= kBoxesAtOnce) return kNothing;
+    const int box = static_cast<int>(num_boxed_[target] % kBoxes);
+    if (!place && box_ends_[target][box] > tail) return kNothing;
+    Slot& slot = ring.slots[sent_[target] % kSlots];
+    slot.message = request.message;
+    slot.box = place ? -1 : box;
+    slot.first = request.sent;
+    slot.num_bytes = std::min(place ? kDirectBytes : kBoxBytes, request.message.size - slot.first);
+    if (slot.num_bytes > 0) {
+      const u64 offset = request.from_offset + slot.first;
+      const Region* from = find(request.from, offset, slot.num_bytes);
+      if (!from) return kFailed;
+      const char* const at = from->data + offset;
+      has_copies = has_copies || from->type == kCuda;
+      if (place) {
+        copies_.add(place + slot.first, at, slot.num_bytes);
+        rma_loop_counters[kDirect] += slot.first == 0;
+      } else if (from->type == kHost) {
+        memcpy(ring.boxes[box], at, slot.num_bytes);
+      } else if (!gpu_->enter() ||
+                 !Driver::ok(gpu_->driver.to_host(ring.boxes[box], reinterpret_cast<u64>(at),
+                                                  slot.num_bytes, gpu_->out_stream),
+                             "cuMemcpyDtoHAsync")) {
+        return kFailed;
+      }
+    }
+    slot.arrives_ns = pass(link_.out_free_ns, now, slot.num_bytes);
+    slot.arrives_ns += static_cast<u64>(link_.latency_us * 1e3);
+    if (link_.is(kDelay, request.number)) slot.arrives_ns += link_.delay_ms * 1'000'000;
+    ++sent_[target];
+    if (!place && slot.num_bytes > 0) {
+      box_ends_[target][box] = sent_[target];
+      ++num_boxed_[target];
+    }
+    request.sent += slot.num_bytes;
+    if (request.sent == request.message.size) {
+      request.end = sent_[target];
+      waiting_[target].pop_front();
+    }
+    return kPiece;
+  }
+
+  // A piece to each target in turn, until none can be sent.
+  bool send() {
+    if (out_batches_.is_full()) return true;
+    const u64 now = now_ns();
+    bool has_any = false, has_copies = false, has_more = true;
+    for (int round = 0; has_more; ++round) {
+      has_more = false;
+      for (int i = 0; i < num_ranks; ++i) {
+        const int target = (first_target_ + i) % num_ranks;
+        const Sent sent = send_piece(target, round, now, has_copies);
+        if (sent == kFailed) return false;
+        has_more = has_more || sent == kPiece;
+      }
+      has_any = has_any || has_more;
+    }
+    if (!has_any) return true;
+    first_target_ = (first_target_ + 1) % num_ranks;
+    if (copies_.count > 0 && !copies_.begin(*gpu_)) return false;
+    return out_batches_.add(gpu_.get(), has_copies ? gpu_->out_stream : nullptr, sent_);
+  }
+
+  // --- receiving ---
+
+  bool add_signal(Ring& ring, Region& signals, u64 offset, u64 value, bool has_copies) {
     if (signals.type == kHost) {
+      if (has_copies && !gpu_->wait(gpu_->in_stream)) return false;
       __atomic_fetch_add(reinterpret_cast<u64*>(signals.data + offset), value, __ATOMIC_RELEASE);
       return true;
     }
-    if (!wait(in_stream)) return false;  // what came before is in its place, and `word` is free
+    const auto at = reinterpret_cast<u64>(signals.data + offset);
+    const Driver& driver = gpu_->driver;
+    void* const stream = gpu_->in_stream;  // behind what has come before
+    if (!gpu_->enter()) return false;
     if (signals.is_never_reset) {
       signals.signals.resize(signals.size / 8);
-      word = signals.signals[offset / 8] += value;
+      value = signals.signals[offset / 8] += value;
+      if (gpu_->writes_values) {
+        return Driver::ok(driver.write_value(stream, at, value, 0), "cuStreamWriteValue64");
+      }
+      ring.word = value;
     } else {
-      if (!from_memory(signals, offset, &word, 8, in_stream) || !wait(in_stream)) return false;
-      word += value;
+      const bool is_read = driver.to_host(&ring.word, at, 8, stream) == 0 && gpu_->wait(stream);
+      if (!Driver::ok(!is_read, "reading a signal")) return false;
+      ring.word += value;
     }
-    return to_memory(signals, offset, &word, 8) && wait(in_stream);
+    const bool is_written = driver.to_device(at, &ring.word, 8, stream) == 0;
+    return Driver::ok(!is_written, "writing a signal") && gpu_->wait(stream);
   }
 
-  bool deliver(Ring& ring, const Slot& slot) {
+  bool deliver(Ring& ring, const Slot& slot, bool& has_copies) {
     const Message& message = slot.message;
     Region* to = find(message.to, message.to_offset, message.size);
     Region* signals = find(message.signals, message.signal_offset, 8);
     const bool is_right = signals && message.signal_offset % 8 == 0;
+    const bool is_last = slot.first + slot.num_bytes == message.size;
     if ((message.size > 0 && !to) || (message.signals >= 0 && !is_right)) {
-      rma_loop_counters[kRefused] += slot.first + slot.num_bytes == message.size;
+      rma_loop_counters[kRefused] += is_last;
       ring.is_refused = is_refused = true;
       return true;
     }
     rma_loop_counters[kBytesIn] += slot.num_bytes;
-    const u64 offset = message.to_offset + slot.first;
-    if (slot.num_bytes > 0 && !to_memory(*to, offset, slot.data, slot.num_bytes)) return false;
-    if (!signals || slot.first + slot.num_bytes < message.size) return true;
-    return add_signal(ring.word, *signals, message.signal_offset, message.value);
-  }
-
-  // Copies what has arrived from `source` to its place, up to the returned position in its ring;
-  // -1: that failed.  The copies may still be under way.
-  std::int64_t receive(int source) {
-    Ring& ring = in[source];
-    const u64 head = ring.head.load(std::memory_order_acquire);
-    u64 tail = ring.tail.load(std::memory_order_relaxed);
-    for (u64& arrival = arrival_ns[source]; tail < head; ++tail, arrival = 0) {
-      const Slot& slot = ring.slots[tail % kSlots];
-      if (arrival == 0) {
-        const u64 start = slot.arrives_ns - link_.duration_ns(slot.num_bytes);
-        arrival = pass(link_.in_free_ns, start, slot.num_bytes);
+    if (slot.num_bytes > 0 && slot.box >= 0) {
+      const char* const box = ring.boxes[slot.box];
+      char* const at = to->data + message.to_offset + slot.first;
+      if (to->type == kHost) {
+        memcpy(at, box, slot.num_bytes);
+      } else if (!gpu_->enter() ||
+                 !Driver::ok(gpu_->driver.to_device(reinterpret_cast<u64>(at), box, slot.num_bytes,
+                                                    gpu_->in_stream),
+                             "cuMemcpyHtoDAsync")) {
+        return false;
+      } else {
+        has_copies = true;
       }
-      if (now_ns() < arrival) break;
-      if (!deliver(ring, slot)) return -1;
     }
-    return static_cast<std::int64_t>(tail);
+    if (!signals || !is_last) return true;
+    return add_signal(ring, *signals, message.signal_offset, message.value,
+                      has_copies || !in_batches_.is_empty());
   }
 
-  // Copies what waits for `target` into its ring, as `receive`.
-  std::int64_t send(int target) {
-    Ring& ring = *out[target];
-    u64 head = ring.head.load(std::memory_order_relaxed);
-    const u64 end =
-        std::min(ring.tail.load(std::memory_order_acquire) + kSlots, head + kSlotsAtOnce);
-    for (auto& queue = waiting[target]; !queue.empty() && head < end; ++head) {
-      Request& request = *queue.front();
-      if (link_.has_begun(kStop, request.number)) break;
-      Slot& slot = ring.slots[head % kSlots];
-      slot.message = request.message;
-      slot.first = request.sent;
-      slot.num_bytes = std::min(kSlotBytes, request.message.size - request.sent);
-      const u64 offset = request.from_offset + slot.first;
-      const Region* from = find(request.from, offset, slot.num_bytes);
-      if (slot.num_bytes > 0) {
-        if (!from || !from_memory(*from, offset, slot.data, slot.num_bytes, out_stream)) return -1;
+  // Takes what has arrived out of the rings.
+  bool receive() {
+    if (in_batches_.is_full()) return true;
+    bool has_any = false, has_copies = false;
+    for (int source = 0; source < num_ranks; ++source) {
+      Ring& ring = in[source];
+      u64& taken = taken_[source];
+      const u64 head = ring.head.load(std::memory_order_acquire);
+      for (u64& arrival = arrival_ns_[source]; taken < head; ++taken, arrival = 0) {
+        const Slot& slot = ring.slots[taken % kSlots];
+        if (arrival == 0) {
+          const u64 start = slot.arrives_ns - link_.duration_ns(slot.num_bytes);
+          arrival = pass(link_.in_free_ns, start, slot.num_bytes);
+        }
+        if (now_ns() < arrival) break;
+        if (!deliver(ring, slot, has_copies)) return false;
+        has_any = true;
       }
-      slot.arrives_ns = pass(link_.out_free_ns, now_ns(), slot.num_bytes);
-      slot.arrives_ns += static_cast<u64>(link_.latency_us * 1e3);
-      if (link_.is(kDelay, request.number)) slot.arrives_ns += link_.delay_ms * 1'000'000;
-      request.sent += slot.num_bytes;
-      if (request.sent < request.message.size) continue;
-      request.end = head + 1;
-      queue.pop_front();
     }
-    return static_cast<std::int64_t>(head);
+    if (!has_any) return true;
+    return in_batches_.add(gpu_.get(), has_copies ? gpu_->in_stream : nullptr, taken_);
   }
 
-  // Receives and sends what can be; both at the same time, as a network does.
-  bool progress() {
-    std::vector<std::int64_t> heads, tails;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      heads.push_back(send(rank));
-      tails.push_back(receive(rank));
-      if (heads.back() < 0 || tails.back() < 0) return false;
-    }
-    if (!wait(out_stream)) return false;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      out[rank]->head.store(heads[rank], std::memory_order_release);
-    }
-    if (!wait(in_stream)) return false;
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      in[rank].tail.store(tails[rank], std::memory_order_release);
-    }
-    return true;
+  // Lets peers know of what has been done.
+  bool finish(bool asks) {
+    return out_batches_.finish(gpu_.get(), asks, [&](const Ends& ends) {
+      for (int r = 0; r < num_ranks; ++r) out[r]->head.store(ends[r], std::memory_order_release);
+    }) && in_batches_.finish(gpu_.get(), asks, [&](const Ends& ends) {
+      for (int r = 0; r < num_ranks; ++r) in[r].tail.store(ends[r], std::memory_order_release);
+    });
   }
+
+  std::unique_ptr<Gpu> gpu_;
+  std::vector<std::deque<Request*>> waiting_;  // by target
+  std::vector<std::unique_ptr<Request>> requests_;
+  std::vector<Request*> free_;
+  int first_target_ = 0;
+  bool was_silent_ = false;
+  CopyList copies_;
+  Batches out_batches_, in_batches_;
+  Ends sent_{}, taken_{}, arrival_ns_{};  // by rank; arrival: of the next slot; 0: unknown
+  Ends num_boxed_{};                      // by target
+  std::array<u64, kBoxes> box_ends_[kMaxRanks] = {};  // where in the ring each was used last
 };
 
 }  // namespace rma

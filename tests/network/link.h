@@ -3,6 +3,7 @@
 //
 //   RMA_LOOP_GBPS        10^9 bytes per second, in each direction
 //   RMA_LOOP_LATENCY_US  from one end to the other
+//   RMA_LOOP_STAGED      1: all bytes pass the memory of the host, also those from GPU to GPU
 //   RMA_LOOP_FAULT       what goes wrong with the N-th put of this process, from 1:
 //                          drop:N      it is lost, and counts as done at its source
 //                          delay:N:MS  it arrives so many milliseconds later
@@ -32,6 +33,7 @@ enum Fault { kNone, kDrop, kDelay, kStop, kSilent, kError, kNumFaults };
 
 struct Link {
   double gbps = 0, latency_us = 0;  // gbps: bytes per nanosecond; 0: no limit
+  double is_staged = 0;
   Fault fault = kNone;
   u64 fault_number = 0, delay_ms = 0;
   u64 out_free_ns = 0, in_free_ns = 0;
@@ -59,7 +61,8 @@ inline bool read_number(const char* variable, double& number) {
 inline bool read_environment(Link& link) {
   Link read;
   const bool are_numbers = read_number("RMA_LOOP_GBPS", read.gbps) &&
-                           read_number("RMA_LOOP_LATENCY_US", read.latency_us);
+                           read_number("RMA_LOOP_LATENCY_US", read.latency_us) &&
+                           read_number("RMA_LOOP_STAGED", read.is_staged);
   if (!are_numbers) return false;
   if (const char* text = getenv("RMA_LOOP_FAULT")) {
     const char* const names[] = {"none", "drop", "delay", "stop", "silent", "error"};

@@ -11,20 +11,29 @@ from build_cache import cached, run_all, version_of
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or "g++"
-COUNTERS = ("puts", "bytes", "bytes_in", "refused")
+COUNTERS = ("puts", "bytes", "direct", "bytes_in", "refused")
 
 
 def build() -> Path:
     """Compile the plugin, unless that was done; return its path, for NCCL_RMA_PLUGIN."""
-    sources = [HERE / "rma_loop.cpp", *sorted(HERE.glob("*.h"))]
+    return _library("rma_loop", "libnccl-rma-loop.so")
+
+
+def build_fake_driver() -> Path:
+    """Compile the stand-in for CUDA's driver; return its path, for RMA_LOOP_DRIVER."""
+    return _library("fake_driver", "libfake-driver.so")
+
+
+def _library(source: str, name: str) -> Path:
+    sources = [HERE / f"{source}.cpp", *sorted(HERE.glob("*.h"))]
     options = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
 
     def make(folder: Path) -> None:
-        target = ["-shared", "-fPIC", sources[0], "-o", folder / "libnccl-rma-loop.so", "-ldl"]
+        target = ["-shared", "-fPIC", sources[0], "-o", folder / name, "-ldl"]
         run_all([[COMPILER, *options, *target]])
 
-    folder = cached("rma-loop", [*sources, version_of(COMPILER), *options], make)
-    return folder / "libnccl-rma-loop.so"
+    made = cached(source.replace("_", "-"), [*sources, version_of(COMPILER), *options], make)
+    return made / name
 
 
 def counters(plugin: Path | str) -> dict[str, int]:

@@ -2,8 +2,9 @@
 // share, so that kernels which put over GIN run between ranks on one GPU.
 //
 // A put that leaves the registered memory of its target writes nothing; both ranks see an error.
-// The shared memory has no name, so nothing can be left behind.  Memory of a GPU goes through the
-// host, so all ranks on a GPU together get no more than its PCIe link gives.
+// The shared memory has no name, so nothing can be left behind.  Between GPUs, or within one, bytes
+// are copied directly where both memories come from NCCL's allocator or another that can share
+// them; all others pass the memory of the host.
 #include <fcntl.h>
 #include <sched.h>
 #include <unistd.h>
@@ -25,6 +26,11 @@ extern "C" [[gnu::visibility("default")]] Result rma_loop_read_environment() {
 namespace {
 
 constexpr u64 kConnectNs = 60'000'000'000;
+
+struct Listener {
+  File rings;
+  Post post;
+};
 
 Group& group_of(void* group) { return *static_cast<Group*>(group); }
 int id_of(void* region) { return region ? static_cast<Region*>(region)->id : -1; }
@@ -60,33 +66,37 @@ Result properties(int, Properties* of) {
 }
 
 Result listen(void*, int, void* handle, void** listener) {
-  const int file = memfd_create("rma-loop", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, kMaxRanks * sizeof(Ring)) != 0) return kSystemError;
-  *static_cast<Handle*>(handle) = {getpid(), file};
-  *listener = new int(file);
+  auto made = std::make_unique<Listener>();
+  made->rings = File(memfd_create("rma-loop", MFD_CLOEXEC));
+  const int file = made->rings.number();
+  if (file < 0 || ftruncate(file, kMaxRanks * sizeof(Ring)) != 0 || !made->post) {
+    return kSystemError;
+  }
+  *static_cast<Handle*>(handle) = {getpid(), file, made->post.address()};
+  *listener = made.release();
   return kSuccess;
 }
 
 Result close_listener(void* listener) {
-  const std::unique_ptr<int> file(static_cast<int*>(listener));
-  close(*file);
+  delete static_cast<Listener*>(listener);
   return kSuccess;
 }
 
 Result connect(void*, void* handles[], int num_ranks, int rank, void* listener, void** made) {
   if (num_ranks > kMaxRanks) return kInvalidUsage;
-  auto group = std::make_unique<Group>(num_ranks);
-  group->in = map(*static_cast<int*>(listener), 0, num_ranks);
+  auto& own = *static_cast<Listener*>(listener);
+  auto group = std::make_unique<Group>(rank, num_ranks, std::move(own.post));
+  group->in = map_rings(own.rings.number(), 0, num_ranks);
   for (int r = 0; r < num_ranks; ++r) {
     const Handle& other = *static_cast<Handle*>(handles[r]);
     char path[64];
     snprintf(path, sizeof(path), "/proc/%d/fd/%d", other.process, other.file);
-    const int file = open(path, O_RDWR | O_CLOEXEC);
-    Ring* ring = map(file, rank, 1);
-    close(file);
+    const File file(open(path, O_RDWR | O_CLOEXEC));
+    Ring* ring = map_rings(file.number(), rank, 1);
     if (ring == nullptr || group->in == nullptr) return kSystemError;
     ring->is_open = true;
     group->out.push_back(ring);
+    group->posts.push_back(other.post);
   }
   // The listener may be closed once all have opened it.
   for (const u64 start = now_ns();; sched_yield()) {
@@ -94,6 +104,7 @@ Result connect(void*, void* handles[], int num_ranks, int rank, void* listener, 
       break;
     if (now_ns() - start > kConnectNs) return kSystemError;
   }
+  group->is_silent();  // so that others know it from the start
   *made = group.release();
   return kSuccess;
 }
@@ -110,21 +121,13 @@ Result create_context(void* group, void*, void** context) {
 Result destroy_context(void*) { return kSuccess; }
 
 Result add_region(void* to, void* data, std::size_t size, int type, u64 flags, void** made) {
-  Group& group = group_of(to);
-  const Lock lock(group.mutex);
-  if (type == kCuda && !group.use_gpu()) return kCudaError;
-  const int id = static_cast<int>(group.regions.size());
-  const bool is_never_reset = (flags & kNeverReset) != 0;
-  group.regions.emplace_back(
-      new Region{id, type, static_cast<char*>(data), size, is_never_reset, {}});
-  *made = group.regions.back().get();
-  return kSuccess;
+  *made = group_of(to).add_region(data, size, type, (flags & kNeverReset) != 0);
+  return *made ? kSuccess : kCudaError;
 }
 Result add_dmabuf(void*, void*, std::size_t, int, u64, int, u64, void**) { return kInvalidUsage; }
 
 Result remove_region(void* from, void* region) {
-  const Lock lock(group_of(from).mutex);
-  group_of(from).regions[id_of(region)]->size = 0;  // its place in the order stays
+  group_of(from).remove_region(*static_cast<Region*>(region));
   return kSuccess;
 }
 
@@ -137,8 +140,7 @@ Result put_signal(void* context, int, u64 from_offset, void* from, std::size_t s
   if (size > 0 && !group.find(id_of(from), from_offset, size)) return kInvalidUsage;
   if (link_.has_begun(kError, number)) return kSystemError;
   rma_loop_counters[kBytes] += size;
-  auto* request = new Request{};
-  group.requests[request].reset(request);
+  Request* const request = group.add_request();
   *made = request;
   request->number = number;
   request->target = static_cast<int>(rank);
@@ -147,7 +149,7 @@ Result put_signal(void* context, int, u64 from_offset, void* from, std::size_t s
   value = op == kIncrement ? 1 : value;
   request->message = {id_of(to), id_of(signals), to_offset, size, signal_offset, value};
   request->is_lost = link_.is(kDrop, number);
-  if (!request->is_lost) group.waiting[rank].push_back(request);
+  if (!request->is_lost) group.send_later(request);
   return kSuccess;
 }
 
@@ -162,29 +164,32 @@ Result flush(void*, int, void*, u32, void** request) {
   return kSuccess;
 }
 
+// Without the lock: NCCL asks about each message on its way, all the time, in the thread that puts.
 Result test(void* of, void* tested, int* is_done) {
   Group& group = group_of(of);
-  const Lock lock(group.mutex);
-  const auto& request = *static_cast<Request*>(tested);
-  const Ring& ring = *group.out[request.target];
+  auto* const request = static_cast<Request*>(tested);
+  const Ring& ring = *group.out[request->target];
   if (ring.is_refused) return kRemoteError;
-  const u64 tail = ring.tail.load(std::memory_order_acquire);
-  *is_done = request.is_lost || (request.end > 0 && tail >= request.end);
-  if (*is_done) group.requests.erase(tested);
+  *is_done = request->is_lost ||
+             (request->end > 0 && ring.tail.load(std::memory_order_acquire) >= request->end);
+  if (!*is_done) return kSuccess;
+  const Lock lock(group.mutex);
+  group.end_request(request);
   return kSuccess;
 }
 
 Result progress(void* context) {
   Group& group = group_of(context);
   const Lock lock(group.mutex);
-  if (link_.has_begun(kSilent, rma_loop_counters[kPuts])) return kSuccess;
-  const Within ours(group.driver.get(), group.context);
-  if (!ours) return kCudaError;
-  return group.progress() ? kSuccess : kCudaError;
+  if (group.is_silent()) return kSuccess;
+  if (group.has_failed || !group.progress()) group.has_failed = true;
+  return group.has_failed ? kCudaError : kSuccess;
 }
 
 Result last_error(void* context, bool* has_error) {
-  *has_error = group_of(context).is_refused;
+  Group& group = group_of(context);
+  const Lock lock(group.mutex);
+  *has_error = group.is_refused || group.has_failed;
   return kSuccess;
 }
 

@@ -1,7 +1,8 @@
 """The test network does what tests of kernels over a network take for granted.
 
-Ranks are processes that call the plugin as NCCL does, through its table, with memory of the host.
-Each function without `test_` in its name is a scenario, which runs on every rank.
+Ranks are processes that call the plugin as NCCL does, through its table, with memory of the host,
+or with that of a stand-in for a GPU (fake_driver.cpp), where RMA_LOOP_DRIVER is set.  Each
+function without `test_` in its name is a scenario, which runs on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fork_server import ForkServer
-from loop import COUNTERS, build, counters
+from loop import COUNTERS, build, build_fake_driver, counters
 from patience import patient
 from torch.distributed import TCPStore
 
@@ -37,7 +38,7 @@ TYPES = {
     "p": ctypes.c_void_p, "i": ctypes.c_int, "I": ctypes.c_uint32, "Q": ctypes.c_uint64,
     "?": ctypes.c_bool,
 }  # fmt: skip
-HOST, ADD = 1, 2
+HOST, GPU, ADD, NEVER_RESET = 1, 2, 2, 2
 INVALID_USAGE, REMOTE_ERROR = 5, 6
 SAFETY_S = 60.0
 
@@ -57,6 +58,13 @@ class Rank:
 
     def __init__(self, plugin: str, num_bytes: int, link: dict[str, str]) -> None:
         os.environ.update(link)
+        driver = os.environ.get("RMA_LOOP_DRIVER")
+        self.driver = ctypes.CDLL(driver) if driver else None
+        if self.driver is not None:
+            self.driver.fake_allocate.restype = ctypes.c_void_p
+            self.driver.fake_allocate.argtypes = [ctypes.c_size_t, ctypes.c_bool]
+        # Bytes need not pass the memory of the host.
+        self.is_direct = self.driver is not None and "RMA_LOOP_STAGED" not in os.environ
         self.plugin, self.rank = plugin, int(os.environ["RANK"])
         self.num_ranks, self._gathered = int(os.environ["WORLD_SIZE"]), 0
         self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -73,7 +81,7 @@ class Rank:
         self.call("close_listener", listener)
         self.context = self._made("create_context", self.group, None)
         self.data, self.region = self.add_region(num_bytes)
-        self.signals, self.signal_region = self.add_region(8)
+        self.signals, self.signal_region = self.add_region(8, NEVER_RESET, is_shared=False)
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
@@ -94,20 +102,33 @@ class Rank:
         self.call(name, *arguments, ctypes.byref(made))
         return made
 
-    def add_region(self, num_bytes: int) -> tuple[np.ndarray, ctypes.c_void_p]:
-        """New memory and its registration; all ranks register in one order."""
-        data = np.zeros(num_bytes, np.uint8)
+    def add_region(
+        self, num_bytes: int, flags: int = 0, is_shared: bool = True, kind: int | None = None
+    ) -> tuple[np.ndarray, ctypes.c_void_p]:
+        """New memory and its registration; all ranks register in one order.
+
+        Args:
+            is_shared: another process can map it, if it is a GPU's.
+            kind: of memory; default: a GPU's, if there is one.
+        """
+        kind = kind or (HOST if self.driver is None else GPU)
+        if kind == HOST:
+            data = np.zeros(num_bytes, np.uint8)
+        else:
+            # The region is a part of an allocation.
+            memory = self.driver.fake_allocate(num_bytes + 8192, is_shared)
+            data = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(memory + 4096), np.uint8)
         address = ctypes.c_void_p(data.ctypes.data)
-        return data, self._made("add_region", self.group, address, num_bytes, HOST, 0)
+        return data, self._made("add_region", self.group, address, num_bytes, kind, flags)
 
     def put(
         self, rank: int, to: int, from_: int, size: int, value: int = 1,
-        region: Any = None, signal_at: int = 0,
+        region: Any = None, signal_at: int = 0, source: Any = None,
     ) -> ctypes.c_void_p:  # fmt: skip
         """Put bytes of this rank's data into another's, then add to its signal."""
         return self._made(
-            "put_signal", self.context, 0, from_, self.region, size, to, region or self.region,
-            rank, signal_at, self.signal_region, value, ADD, True,
+            "put_signal", self.context, 0, from_, source or self.region, size,
+            to, region or self.region, rank, signal_at, self.signal_region, value, ADD, True,
         )  # fmt: skip
 
     def is_done(self, request: ctypes.c_void_p) -> bool:
@@ -125,17 +146,19 @@ class Rank:
 
     def step(self) -> None:
         """Let everything that moves without a delay arrive, and be known to.  Collective."""
-        for _ in range(3):
+        for _ in range(8):  # copies of the stand-in's take three
             self.call("progress", self.context)
             self.gather(None)
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Make progress until it holds."""
+        """Make progress until it holds, and peers know of it."""
         give_up = time.monotonic() + SAFETY_S
         while not holds():
             assert time.monotonic() < give_up
             self.call("progress", self.context)
             time.sleep(1e-4)  # there may be fewer cores than ranks
+        for _ in range(3):
+            self.call("progress", self.context)
 
     def close(self) -> None:
         self.gather(None)
@@ -180,7 +203,8 @@ def every_message_arrives(plugin: str) -> None:
         assert (into[sender * one :][:one] == random.integers(0, 256, one, np.uint8)).all()
     me.until(lambda: not requests or (me.is_done(requests[0]) and not requests.pop(0)))
     num_bytes = num_ranks * one
-    expected = (num_ranks * len(sizes), num_bytes, num_bytes, 0)
+    direct = num_ranks * np.count_nonzero(sizes) if me.is_direct else 0
+    expected = (num_ranks * len(sizes), num_bytes, direct, num_bytes, 0)
     assert counters(plugin) == dict(zip(COUNTERS, expected, strict=True))
     me.close()
 
@@ -189,15 +213,16 @@ def a_link_takes_its_time(plugin: str) -> None:
     """Two ranks put to one, which receives them one after the other; then one puts to two."""
     size = 1_000_000
     me = Rank(plugin, 2 * size, {"RMA_LOOP_GBPS": "0.004", "RMA_LOOP_LATENCY_US": "30000"})
+    total = 0
     for moves in ([(0, 2), (1, 2)], [(2, 0), (2, 1)]):
         start = min(me.gather(time.monotonic()))
         sent = [me.put(receiver, 0, 0, size) for sender, receiver in moves if sender == me.rank]
         due = sum(receiver == me.rank for _, receiver in moves)
-        me.until(lambda due=due: me.signal() == due)
+        total += due
+        me.until(lambda total=total: me.signal() == total)
         arrival = time.monotonic() if due else 0.0
         me.until(lambda sent=sent: not sent or (me.is_done(sent[0]) and not sent.pop(0)))
         assert max(me.gather(arrival)) - start > 2 * size / 4e6 + 0.03
-        me.signals[:] = 0
     me.close()
 
 
@@ -256,6 +281,51 @@ def memory_that_is_not_registered(plugin: str) -> None:
     me.close()
 
 
+def regions_of_all_kinds(plugin: str) -> None:
+    """Bytes go between them all; only those between memories that can be shared go directly."""
+    me = Rank(plugin, 64, {})
+    kinds = [(GPU, True), (GPU, False), (HOST, True)]
+    regions = [me.add_region(600_000, is_shared=shared, kind=kind) for kind, shared in kinds]
+    other, total = 1 - me.rank, 0
+    for i, (source, source_region) in enumerate(regions):
+        for j, (target, target_region) in enumerate(regions):
+            source[:300_000] = 10 * i + j + me.rank + 1
+            me.put(other, 300_000, 0, 300_000, region=target_region, source=source_region)
+            total += 1
+            me.until(lambda total=total: me.signal() == total)
+            assert (target[300_000:] == 10 * i + j + other + 1).all()
+            assert not target[:300_000].any() or target is source or j < i
+            me.gather(None)
+    assert counters(plugin)["direct"] == 2  # from both memories of the GPU to the first
+    me.close()
+
+
+def memory_is_given_back(plugin: str) -> None:
+    """A region that is removed keeps neither memory nor a file, of its own or of a peer's."""
+    me = Rank(plugin, 64, {})
+
+    def held() -> tuple[int, int]:
+        return me.driver.fake_num_mappings(), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    for turn in range(5):
+        data, region = me.add_region(1 << 20)
+        # Its own memory and file, and the others' memory.
+        assert held() == (before[0] + turn + me.num_ranks, before[1] + turn + 1)
+        data[:8] = me.rank
+        for rank in range(me.num_ranks):
+            me.put(rank, 8 + me.rank, 0, 1, region=region, source=region)
+        due = (turn + 1) * me.num_ranks
+        me.until(lambda due=due: me.signal() == due)
+        assert data[8 : 8 + me.num_ranks].tolist() == list(range(me.num_ranks))
+        me.gather(None)
+        me.call("remove_region", me.group, region)
+        assert held() == (before[0] + turn + 1, before[1] + turn + 1)
+    me.close()
+    # What the test itself allocated.
+    assert me.driver.fake_num_mappings() == 2 + 5
+
+
 @pytest.fixture(scope="module")
 def plugin() -> Path:
     return build()
@@ -271,6 +341,36 @@ def server() -> Iterator[ForkServer]:
 YES, NO = True, False
 
 
+# Variables of all ranks.
+MEMORIES = {
+    "host": {},
+    "gpu": {"RMA_LOOP_DRIVER": ""},
+    "gpu-staged": {"RMA_LOOP_DRIVER": "", "RMA_LOOP_STAGED": "1"},
+}
+
+
+@pytest.fixture(scope="module")
+def environments() -> dict[str, dict[str, str]]:
+    driver = str(build_fake_driver())
+    return {
+        name: {key: value or driver for key, value in variables.items()}
+        for name, variables in MEMORIES.items()
+    }
+
+
+def run(
+    scenario: str, num_ranks: int, arguments: list[Any], server: ForkServer,
+    plugin: Path, environment: dict[str, str],
+) -> None:  # fmt: skip
+    """Run it on all ranks; nothing is left in shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    function = (f"test_rma_loop:{scenario}", [str(plugin), *arguments])
+    ended = server.run(*function, num_ranks, patient(120.0), **environment)
+    assert [end.exit_code for end in ended] == [0] * num_ranks, [end.output for end in ended]
+    assert [name for name in set(os.listdir("/dev/shm")) - before if "rma" in name] == []
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     ("scenario", "num_ranks", "arguments"),
     [
@@ -285,11 +385,17 @@ YES, NO = True, False
     ],
 )
 def test_the_network(
-    scenario: str, num_ranks: int, arguments: list[Any], server: ForkServer, plugin: Path
-) -> None:
-    """And nothing is left in shared memory."""
-    before = set(os.listdir("/dev/shm"))
-    run = (f"test_rma_loop:{scenario}", [str(plugin), *arguments])
-    ended = server.run(*run, num_ranks, patient(120.0))
-    assert [end.exit_code for end in ended] == [0] * num_ranks, [end.output for end in ended]
-    assert [name for name in set(os.listdir("/dev/shm")) - before if "rma" in name] == []
+    scenario: str, num_ranks: int, arguments: list[Any], memory: str, server: ForkServer,
+    plugin: Path, environments: dict[str, dict[str, str]],
+) -> None:  # fmt: skip
+    run(scenario, num_ranks, arguments, server, plugin, environments[memory])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "num_ranks"), [("regions_of_all_kinds", 2), ("memory_is_given_back", 3)]
+)
+def test_memory_of_a_gpu(
+    scenario: str, num_ranks: int, server: ForkServer, plugin: Path,
+    environments: dict[str, dict[str, str]],
+) -> None:  # fmt: skip
+    run(scenario, num_ranks, [], server, plugin, environments["gpu"])
