@@ -200,9 +200,11 @@ def _passes(
         columns["of lib."] = lambda s: f"{s['sum_us'] / library:.2f}" if library else "-"
         columns["disp GB/s"] = lambda s: _rate(s["passes"]["dispatch"])
         columns["comb GB/s"] = lambda s: _rate(s["passes"]["combine"])
-        columns["logical"] = lambda s: "/".join(
-            _gb_per_s(s["passes"][name], "logical_gb_per_s") for name in ("dispatch", "combine")
-        )
+        # Older results lack them.
+        if all("logical_gb_per_s" in s["passes"]["dispatch"] for s in subjects):
+            columns["logical"] = lambda s: "/".join(
+                _gb_per_s(s["passes"][n]["logical_gb_per_s"]) for n in ("dispatch", "combine")
+            )
     if with_ratios and megatrons is not None:
         columns["of Megatron's"] = lambda s: f"{s['sum_us'] / megatrons:.2f}"
     columns |= {"GB held": _held, "check": lambda s: "ok"}
@@ -211,7 +213,7 @@ def _passes(
     def below(subject: Subject) -> list[str]:
         passes = subject["passes"]
         shown = names if BOTH not in passes else (*("" for _ in names), BOTH)
-        return blanks + [_spread(passes[name]) if name else "" for name in shown]
+        return blanks + [_spread(passes[name]) if name in passes else "" for name in shown]
 
     rows = _columns(head, columns, subjects, below)
     if limit:
@@ -230,13 +232,12 @@ def _spread(times: dict[str, float]) -> str:
 
 
 def _rate(times: dict[str, float]) -> str:
-    shown, percent = _gb_per_s(times, "gb_per_s"), times.get("percent_of_ceiling")
+    shown, percent = _gb_per_s(times["gb_per_s"]), times.get("percent_of_ceiling")
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
 
 
-def _gb_per_s(times: dict[str, float], which: str) -> str:
-    rate = times.get(which)  # older results have one kind only
-    return "-" if rate is None else f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+def _gb_per_s(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
@@ -373,9 +374,9 @@ SHAPE_NOTES = (
     "Megatron-Core's dispatchers, through their hooks, from an idle one: their host time counts.",
 )
 DEEPEP_NOTE = (
-    "DeepEP and HybridEP have no plan: their dispatch also exchanges the numbers of rows, for which "
-    "the host waits. Of two numbers of SMs, the first is of the kernels that use the links, the "
-    "second of those that only copy or add rows."
+    "DeepEP and HybridEP have no plan: their dispatch also exchanges the numbers of rows, for "
+    "which the host waits. Of two numbers of SMs, the first is of the kernels that use the links, "
+    "the second of those that only copy or add rows."
 )
 EXPERTS_NOTE = (
     "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
