@@ -40,6 +40,7 @@ UNCHECKED = {"EP_SUPPRESS_NCCL_CHECK": "1"}
 # Of a sum in bf16.  Both libraries add the rows of one rank in fp32, round this part for the wire,
 # and round the sum of all parts; one more for a part on the way to it.
 ROUNDINGS = 3
+DEEPEP_HIDDEN = 256  # V2 adds rows of a multiple of this many values
 HYBRIDEP_SMS = "24"  # HybridEP's choice within an NVLink domain
 
 
@@ -158,6 +159,9 @@ class DeepEpSubject(_BufferSubject):
 
     def _open(self, made: Any, group: dist.ProcessGroup, timeout_s: int) -> None:
         case = self._workload.case
+        if case.hidden % DEEPEP_HIDDEN:
+            limit = f"DeepEP adds rows of a multiple of {DEEPEP_HIDDEN} values"
+            raise UnavailableError(f"{limit}, and these have {case.hidden}")
         self._buffer = made(
             group, num_max_tokens_per_rank=max(case.tokens), hidden=case.hidden,
             num_topk=case.top_k, num_cpu_timeout_secs=timeout_s, num_gpu_timeout_secs=timeout_s,

@@ -6,6 +6,7 @@ The packages need GPUs; `Played` has the calls that the subjects make and comput
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,7 +32,7 @@ from megatron_ncclep.testing.table_oracle import table_combine, table_dispatch
 
 RANK = 1
 CASE = Case(
-    "others", (20, 30, 25), hidden=24, num_experts=6, top_k=3, alignment=16, dtype=torch.bfloat16
+    "others", (20, 30, 25), hidden=256, num_experts=6, top_k=3, alignment=16, dtype=torch.bfloat16
 )
 
 
@@ -194,7 +195,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         deepep.buffer_class("deepep")
 
 
-def test_only_bf16_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("wide", (20, 30, 25), hidden=24, num_experts=6, top_k=3)
-    with pytest.raises(UnavailableError, match=r"bf16 rows only, and these are torch\.float32"):
-        subject_of(monkeypatch, "deepep", Workload(case, RANK))
+def test_rows_that_they_cannot_add_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepEP's combine would fail to compile, after a dispatch that works."""
+    for change, message in (
+        ({"dtype": torch.float32}, r"bf16 rows only, and these are torch\.float32"),
+        ({"hidden": 2880}, "a multiple of 256 values, and these have 2880"),
+    ):
+        work = Workload(replace(CASE, **change), RANK)  # type: ignore[arg-type]
+        with pytest.raises(UnavailableError, match=message):
+            subject_of(monkeypatch, "deepep", work)
