@@ -2,7 +2,7 @@
 
 Reading order: command.py (arguments, ranks, one shape on one rank); job.py and shapes.py (the
 task); ranks.py (steps of all ranks: agree, time, copy over their links); the subjects in
-engines.py, low_latency.py and layers.py, the last with layer_model.py; training.py with
+engines.py, deepep.py, low_latency.py and layers.py, the last with layer_model.py; training.py with
 training_model.py; result.py, table.py and plot.py (the output).  A subject is defined here.
 """
 

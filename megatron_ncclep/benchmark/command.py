@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.benchmark import Setting, Subject, plot, table
+from megatron_ncclep.benchmark import Setting, Subject, deepep, plot, table
 from megatron_ncclep.benchmark import ranks as links
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.engines import EngineSubject, LibrarySubject
@@ -47,11 +48,11 @@ from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 DEFAULT_CPU_RANKS = 2
 PATIENCE = 60  # the whole of one shape may take this many times the deadline of one wait
-# Mode -> kind of a subject -> the class that measures it; layers also have an option.
-SUBJECTS: dict[str, dict[str, type[Subject]]] = {
+# Mode -> kind of a subject -> what makes it; layers also have an option.
+SUBJECTS: dict[str, dict[str, Callable[[str, Setting, Workload], Subject]]] = {
     HIGH_THROUGHPUT: {
-        "engine": EngineSubject, "library": LibrarySubject, "megatron": DispatcherSubject,
-        "experts": ExpertsSubject,
+        "engine": EngineSubject, "library": LibrarySubject, "deepep": deepep.make,
+        "megatron": DispatcherSubject, "experts": ExpertsSubject,
     },
     LOW_LATENCY: {"engine": LowLatencySubject, "library": LibraryLowLatencySubject},
 }  # fmt: skip
@@ -75,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--subjects",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
         "(default: all but layers, experts and those that train; an unknown name lists them); "
-        "NAME@N: an engine's kernels on N SMs; experts:megatron, experts:grouped: experts alone; "
+        "NAME@N: kernels of an engine or a library on N SMs; experts:megatron, experts:grouped: "
+        "experts alone; "
         "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
         ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
@@ -308,7 +310,9 @@ class _ShapeRun:
         workload = Workload(case, ranks.rank, shape.ffn_hidden_size)
         result: ShapeResult = ShapeResult.of(shape)
         result.row_bytes, result.on_gpu = shape.row_bytes, ranks.on_gpu
-        result.wire_bytes = wire_rows(workload.tables, list(case.tokens)) * shape.row_bytes
+        routes = (workload.tables, list(case.tokens))
+        result.wire_bytes = wire_rows(*routes) * shape.row_bytes
+        result.logical_bytes = wire_rows(*routes, with_own=True) * shape.row_bytes
         if not self._low_latency:
             result.set_products(workload)
             self._measure_ceiling(result)

@@ -200,7 +200,7 @@ class LibrarySubject(Subject):
             tensor.fill_(float("nan"))
         self.passes["plan"]()
         self.passes["dispatch"]()
-        place = self._places()
+        place = places(work, self._group.rank, self._rows)
         results: dict[str, tuple[Any, Any]] = {"dispatch": (self._rows[place], self._row_w[place])}
         self._combine(work.y, place=place)
         results["combine"] = (self._out.clone(), None)
@@ -214,21 +214,6 @@ class LibrarySubject(Subject):
             topk_w = torch.empty_like(topk_w).scatter_(1, self._order, topk_w)
         results["bwd_combine"] = (self._out, topk_w)
         return results_problem(results, work, nccl_ep.CAPS)
-
-    def _places(self) -> torch.Tensor:
-        """The library's place of each row in the contract's order, int64 [num_rows].
-
-        Within an expert's rows it may differ from call to call.  If a row is in another expert's
-        block, or was never sent, `results_problem` finds a difference.
-        """
-        work, table = self._workload, self._workload.tables[self._group.rank]
-        width = min(KEY_COLUMNS, self._rows.shape[1])
-        sent = [work.rows(shapes.X, rank, width) for rank in range(work.case.num_ranks)]
-        expected, _ = table_dispatch(table, sent)
-        block = torch.repeat_interleave(table.padded)
-        place = torch.empty_like(block)
-        place[by_content(block, expected)] = by_content(block, self._rows[:, :width])
-        return place
 
     def close(self) -> None:
         torch.cuda.synchronize(self._group.device)
@@ -261,6 +246,22 @@ def open_group(
             timeout_s=setting.timeout_s, low_latency=low_latency,
         )  # fmt: skip
     return group, made, str(num_sms or DEFAULT_SMS["nccl_ep"])
+
+
+def places(workload: Workload, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    """A library's place of each row of `rank` in the contract's order, int64 [num_rows].
+
+    `rows` [num_rows, H] are what it dispatched of `X`.  Within an expert's rows their order may
+    differ from call to call.  If a row is in another expert's block, or was never sent,
+    `results_problem` finds a difference.
+    """
+    table, width = workload.tables[rank], min(KEY_COLUMNS, rows.shape[1])
+    sent = [workload.rows(shapes.X, source, width) for source in range(workload.case.num_ranks)]
+    expected, _ = table_dispatch(table, sent)
+    block = torch.repeat_interleave(table.padded)
+    place = torch.empty_like(block)
+    place[by_content(block, expected)] = by_content(block, rows[:, :width])
+    return place
 
 
 def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,6 +4,8 @@
     nccl_ep_library[:PACKAGE]  NVIDIA's libnccl_ep called directly, without this package's checks:
                                the one that the engine nccl_ep uses, or the one of a package;
                                +pull_push and +fixed_order enable modes of transformer-engine's
+    deepep                     DeepEP V2, called directly
+    hybridep[:fused]           HybridEP with its permutation, called directly; fused: as one kernel
     alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
     layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts)
@@ -20,7 +22,7 @@ the order of `LAYER` and `TRAIN`:
     partial_graphs  Megatron-Core's graphs of attention, router and preprocessing (training)
     optimizer_graph the optimizer's step as one CUDA graph of Megatron-Core's (training)
 
-`@N` after an engine or a libnccl_ep limits its kernels to N SMs.
+`@N` after an engine, a libnccl_ep, DeepEP or HybridEP limits its kernels to N SMs.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --
 # 1.5 times the rows of a balanced routing: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
+# Of Megatron-Core's own `ncclep`, which cannot do without: room for twice the balanced rows.
+CAPACITY_FACTOR = 2.0
 LIBRARY = "nccl_ep_library"
 # Variants of the baseline -> the package that brings the library, and its modes.  A process has one
 # NCCL, with which at most one of the packages' libraries can run.
@@ -59,6 +63,11 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
         for modes in ((), ("pull_push",), ("fixed_order",), ("pull_push", "fixed_order"))
     },
 }
+# Subjects of benchmark/deepep.py -> their words.
+FUSED = "fused"
+DEEPEP: dict[str, tuple[str, ...]] = {
+    "deepep": (), "hybridep": (), f"hybridep:{FUSED}": (FUSED,),
+}  # fmt: skip
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 OPTIMIZER_GRAPH = "optimizer_graph"
@@ -81,14 +90,22 @@ class DispatcherChoice:
         return (Exception,) if self.engine is None else ours
 
 
+def _flex(backend: str, **options: Any) -> DispatcherChoice:
+    """Megatron-Core's dispatcher over another library."""
+    return DispatcherChoice("flex", {"moe_flex_dispatcher_backend": backend, **options})
+
+
 # By name, in the order of the table.
 DISPATCHERS = {
     **{f"ncclep:{engine}": DispatcherChoice("ncclep", {}, engine) for engine in ENGINES},
     "alltoall": DispatcherChoice("alltoall"),
     "alltoall_fused": DispatcherChoice("alltoall", {"moe_permute_fusion": True}),
     "allgather": DispatcherChoice("allgather"),
-    "flex_deepep": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": "deepep"}),
-    "flex_hybridep": DispatcherChoice("flex", {"moe_flex_dispatcher_backend": "hybridep"}),
+    "flex_deepep": _flex("deepep"),
+    "flex_deepep_fused": _flex("deepep", moe_permute_fusion=True),
+    "flex_hybridep": _flex("hybridep"),
+    "flex_hybridep_fused": _flex("hybridep", moe_permute_fusion_into_hybridep=True),
+    "flex_ncclep": _flex("ncclep", moe_expert_rank_capacity_factor=CAPACITY_FACTOR),
 }
 
 
@@ -196,16 +213,18 @@ def known_variant(name: str) -> Variant:
 
 
 def kind_of(name: str) -> str:
-    """ "engine", "library", "megatron" (a dispatcher), "layer", "experts" or "train"."""
+    """ "engine", "library", "deepep", "megatron" (a dispatcher), "layer", "experts" or "train"."""
     if variant_of(name) is not None:
         return name.partition(":")[0]
     base, _ = split_name(name)
+    if base in DEEPEP:
+        return "deepep"
     return "engine" if base in ENGINES else "library" if base in LIBRARIES else "megatron"
 
 
 def default_names() -> list[str]:
     """The subjects that are measured by default, in the order of the table."""
-    return [*ENGINES, LIBRARY, *DISPATCHERS]
+    return [*ENGINES, LIBRARY, *DEEPEP, *DISPATCHERS]
 
 
 def low_latency_engines(device: str) -> list[str]:
@@ -221,7 +240,7 @@ def split_name(name: str) -> tuple[str, int | None]:
         InputError: unknown, or a number of SMs for a subject without that option.
     """
     base, at, sms = name.partition("@")
-    known = [*ENGINES, *LIBRARIES, *DISPATCHERS, *EXPERTS]
+    known = [*ENGINES, *LIBRARIES, *DEEPEP, *DISPATCHERS, *EXPERTS]
     if variant_of(base) is None and base not in known:
         there = f"there are {', '.join(known)}, {LAYER}, and {TRAIN}"
         raise InputError(f"unknown subject {name!r}: {there}")
@@ -229,8 +248,8 @@ def split_name(name: str) -> tuple[str, int | None]:
         return base, None
     if not re.fullmatch("[1-9][0-9]*", sms):
         raise InputError(f"subject {name!r}: write a number of SMs after the @, such as {base}@24")
-    takes_sms = base in LIBRARIES or (base in ENGINES and "num_sms" in ENGINES[base].caps.options)
-    if not takes_sms:
+    takes_sms = base in ENGINES and "num_sms" in ENGINES[base].caps.options
+    if not takes_sms and base not in LIBRARIES and base not in DEEPEP:
         raise InputError(f"subject {name!r}: {base} would ignore a number of SMs: leave @{sms} out")
     return base, int(sms)
 
@@ -294,7 +313,7 @@ class Job(Checked):
     @property
     def needs_megatron(self) -> bool:
         """Whether some subjects are Megatron-Core's, or use its models."""
-        return not {"engine", "library"}.issuperset(map(kind_of, self.subjects))
+        return not {"engine", "library", "deepep"}.issuperset(map(kind_of, self.subjects))
 
     @classmethod
     def make(cls, args: argparse.Namespace, ranks: int, device: str) -> Job:

@@ -19,6 +19,7 @@ import dataclasses
 import importlib
 import importlib.util
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.logs import remarks_hidden
 
 MEGATRONS = "megatron.core.transformer.moe.token_dispatcher"
+BUFFERS = "megatron.core.transformer.moe.fused_a2a"  # of the flex dispatcher's libraries
 CLASSES = {
     "alltoall": (MEGATRONS, "MoEAlltoAllTokenDispatcher"),
     "allgather": (MEGATRONS, "MoEAllGatherTokenDispatcher"),
@@ -136,9 +138,16 @@ def build_dispatcher(
 
 
 def close_dispatcher(dispatcher: Any) -> None:
-    """Release the engine of our own dispatcher; Megatron's own have nothing to release."""
+    """Release the engine of our own dispatcher, and what Megatron's own keep for a process.
+
+    The latter is made again when it is next used, as it must be for a shape of other sizes.
+    """
     if engine := getattr(dispatcher, "engine", None):
         engine.close()
+    buffers = sys.modules.get(BUFFERS)  # absent: nothing has used it
+    for name in ("reset_hybrid_ep_buffer", "nccl_ep_finalize"):
+        if release := getattr(buffers, name, None):
+            release()
 
 
 def shared_layer(setting: Setting, workload: Workload) -> tuple[Any, int]:

@@ -55,8 +55,8 @@ class SubjectResult(Outcome):
     """One subject with one MoE layer's routing.
 
     A pass has {"median_us", "p10_us", "p90_us"} of the slowest rank, where rows cross the wire
-    "gb_per_s", and "percent_of_ceiling" if the ceiling is known; one of low-latency mode has
-    {"p50_us", "p99_us", "min_us", "count"} over all operations.
+    "gb_per_s" and "logical_gb_per_s", and "percent_of_ceiling" if the ceiling is known; one of
+    low-latency mode has {"p50_us", "p99_us", "min_us", "count"} over all operations.
     """
 
     kind: str = ""  # see job.kind_of
@@ -128,6 +128,8 @@ class ShapeResult(Measured):
     row_bytes: int = 0  # of one row
     # Of the busiest rank in one pass: each row once for each other rank that needs it.
     wire_bytes: int = 0
+    # The same with rows for its own experts: DeepEP's logical bytes.  None: an older result.
+    logical_bytes: int | None = None
     # The same between nodes, {"machines", "ranks_on_each", "hierarchical_bytes", "flat_bytes"}:
     # rows once for each node, or for each assignment; None: no subject works with nodes.
     network: dict[str, int] | None = None
@@ -176,6 +178,9 @@ class ShapeResult(Measured):
                 if name in CROSSINGS and subject.kind not in WITH_EXPERTS:
                     crossed = CROSSINGS[name] * self.wire_bytes
                     times["gb_per_s"] = crossed / times["median_us"] * 1e-3
+                    if self.logical_bytes is not None:
+                        logical = CROSSINGS[name] * self.logical_bytes
+                        times["logical_gb_per_s"] = logical / times["median_us"] * 1e-3
                     if self.limit_us is not None:
                         limit = CROSSINGS[name] * self.limit_us
                         times["percent_of_ceiling"] = 100 * limit / times["median_us"]

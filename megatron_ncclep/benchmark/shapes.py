@@ -264,17 +264,19 @@ def tables_of(
     return [slot_table(rank, *options) for rank in ranks]
 
 
-def wire_rows(tables: list[SlotTable], num_tokens: list[int]) -> int:
+def wire_rows(tables: list[SlotTable], num_tokens: list[int], with_own: bool = False) -> int:
     """Rows that the busiest rank must send or receive, whichever is more.
 
-    A token's row crosses once for each other rank that has any of its experts.
+    A token's row crosses once for each other rank that has any of its experts; `with_own`: and
+    counts once more if its own rank has any.
 
     Example: two ranks with two experts each, top-2.  Rank 0's token 0 goes to experts 2 and 3: one
     row from rank 0 to rank 1.  Its token 1 goes to 0 and 1: none.  Rank 1's token 0 goes to 1 and
     2: one row from rank 1 to rank 0.  Every rank sends one row and receives one: the answer is 1.
+    Rank 0's token 1 and rank 1's token 0 also use their own rank: with these rows it is 2.
     """
     crossing = _by_source(_assignments(tables) > 0, num_tokens)
-    return _busiest(crossing.fill_diagonal_(0))
+    return _busiest(crossing if with_own else crossing.fill_diagonal_(0))
 
 
 def network_rows(

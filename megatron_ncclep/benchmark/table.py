@@ -200,6 +200,11 @@ def _passes(
         columns["of lib."] = lambda s: f"{s['sum_us'] / library:.2f}" if library else "-"
         columns["disp GB/s"] = lambda s: _rate(s["passes"]["dispatch"])
         columns["comb GB/s"] = lambda s: _rate(s["passes"]["combine"])
+        # Older results lack them.
+        if all("logical_gb_per_s" in s["passes"]["dispatch"] for s in subjects):
+            columns["logical"] = lambda s: "/".join(
+                _gb_per_s(s["passes"][n]["logical_gb_per_s"]) for n in ("dispatch", "combine")
+            )
     if with_ratios and megatrons is not None:
         columns["of Megatron's"] = lambda s: f"{s['sum_us'] / megatrons:.2f}"
     columns |= {"GB held": _held, "check": lambda s: "ok"}
@@ -208,7 +213,7 @@ def _passes(
     def below(subject: Subject) -> list[str]:
         passes = subject["passes"]
         shown = names if BOTH not in passes else (*("" for _ in names), BOTH)
-        return blanks + [_spread(passes[name]) if name else "" for name in shown]
+        return blanks + [_spread(passes[name]) if name in passes else "" for name in shown]
 
     rows = _columns(head, columns, subjects, below)
     if limit:
@@ -227,9 +232,12 @@ def _spread(times: dict[str, float]) -> str:
 
 
 def _rate(times: dict[str, float]) -> str:
-    rate, percent = times["gb_per_s"], times.get("percent_of_ceiling")
-    shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    shown, percent = _gb_per_s(times["gb_per_s"]), times.get("percent_of_ceiling")
     return shown if percent is None else f"{shown} ({percent:.0f}%)"
+
+
+def _gb_per_s(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _training(result: dict[str, Any], with_ratios: bool) -> list[str]:
@@ -359,10 +367,16 @@ SHAPE_NOTES = (
     "the 90th percentile; sum adds the medians. bwd_dispatch is the backward of combine, "
     'bwd_combine of dispatch. "of lib." divides the sum by that of the fastest row of NVIDIA\'s '
     "library (lib). GB/s is the busiest rank's rows, each once for every other rank that needs it, "
-    "over the time, and percent of the ceiling; limit is their time at it. GB held is the most "
+    "over the time, and percent of the ceiling; limit is their time at it; logical, of dispatch "
+    "and combine, also counts rows for the rank's own experts, as DeepEP does. GB held is the most "
     "device memory of a rank: torch's peak in one round, plus memory outside of torch.",
     "On GPUs, engines are timed on a busy device, so launching them does not count; "
     "Megatron-Core's dispatchers, through their hooks, from an idle one: their host time counts.",
+)
+DEEPEP_NOTE = (
+    "DeepEP and HybridEP have no plan: their dispatch also exchanges the numbers of rows, for "
+    "which the host waits. Of two numbers of SMs, the first is of the kernels that use the links, "
+    "the second of those that only copy or add rows."
 )
 EXPERTS_NOTE = (
     "Whole MoELayers, with router and experts, and experts alone, on the rows that they receive, "
@@ -417,6 +431,8 @@ def _notes(result: dict[str, Any]) -> list[str]:
         for subject in shape["subjects"]
     ]
     notes = list(SHAPE_NOTES if result["shapes"] else ())
+    if any(subject["kind"] == "deepep" and subject["passes"] for subject in of_shapes):
+        notes.append(DEEPEP_NOTE)
     if any(subject["kind"] in WITH_EXPERTS for subject in of_shapes):
         notes.append(EXPERTS_NOTE)
     if trainings:

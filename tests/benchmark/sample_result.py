@@ -74,7 +74,8 @@ def training_settings() -> dict[str, Any]:
 
 def sample_result(required: tuple[str, ...] = ()) -> dict[str, Any]:
     shape = ShapeResult.of(SHAPE)
-    shape.row_bytes, shape.wire_bytes, shape.on_gpu = 14336, 159_000_000, True
+    shape.row_bytes, shape.on_gpu = 14336, True
+    shape.wire_bytes, shape.logical_bytes = 159_000_000, 212_000_000
     rates = {"push": {"gb_per_s": 350.0, "num_sms": 96}, "pull": {"gb_per_s": 318.0, "num_sms": 24}}
     shape.set_ceiling(rates, None)
     shape.expert_rows, shape.products_us = 40_000, {"forward": 4459.0, "backward": 8919.0}

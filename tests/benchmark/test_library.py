@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ncclep.benchmark import Setting, UnavailableError, engines
-from megatron_ncclep.benchmark.engines import LibrarySubject
+from megatron_ncclep.benchmark.engines import LibrarySubject, places
 from megatron_ncclep.benchmark.shapes import Workload, X
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
@@ -41,13 +41,11 @@ def test_rows_of_an_expert_may_lie_in_any_order() -> None:
     expected, _ = table_dispatch(table, work.every(X))
     block = torch.repeat_interleave(table.padded)
     order = torch.randperm(len(block), generator=torch.Generator().manual_seed(0))
-    subject: Any = object.__new__(LibrarySubject)
-    subject._workload, subject._group = work, SimpleNamespace(rank=RANK)
-    subject._rows = expected[order[block[order].argsort(stable=True)]]
-    assert not torch.equal(subject._rows, expected)
-    assert torch.equal(subject._rows[subject._places()], expected)
-    subject._rows[[0, -1]] = subject._rows[[-1, 0]]
-    assert not torch.equal(subject._rows[subject._places()], expected)
+    rows = expected[order[block[order].argsort(stable=True)]]
+    assert not torch.equal(rows, expected)
+    assert torch.equal(rows[places(work, RANK, rows)], expected)
+    rows[[0, -1]] = rows[[-1, 0]]
+    assert not torch.equal(rows[places(work, RANK, rows)], expected)
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ def row(text: str, start: str) -> list[str]:
 
 
 def test_numbers_of_the_table() -> None:
-    """159 MB at 350 GB/s take 454.3 us; 500 us make 318 GB/s, 91 % of it."""
+    """159 MB at 350 GB/s take 454.3 us; 500 us make 318 GB/s, 91 % of it; 212 logical MB, 424."""
     text = render(sample_result())
     assert row(text, "native@24") == [
         "native@24", "24", "20", "500", "530", "510", "540", "2100", "0.67",
-        "318 (91%)", "300 (86%)", "1.2+9.8", "ok",
+        "318 (91%)", "300 (86%)", "424/400", "1.2+9.8", "ok",
     ]  # fmt: skip
     assert row(text, "nccl_ep (library)")[7:9] == ["3130", "1.00"]
     assert row(text, "limit")[:7] == ["limit", "-", "454", "454", "454", "454", "1817"]
@@ -50,6 +50,22 @@ def test_numbers_of_the_table() -> None:
     assert "flex_deepep: not measured: ImportError: no DeepEP" in text
     assert "push 350 GB/s (96 SMs), pull 318 GB/s (24 SMs)" in text
     assert "494-506" in text  # 10th to 90th percentile of 492, 496, 500, 504, 508
+
+
+def test_older_results_have_one_kind_of_rate_and_the_others_say_what_a_dispatch_is() -> None:
+    """DeepEP's has no plan of its own, which a column with nothing does not explain."""
+    result = sample_result()
+    subjects = result["shapes"][0]["subjects"]
+    assert "have no plan" not in render(result)
+    subjects.insert(2, {**copy.deepcopy(subjects[1]), "name": "deepep", "kind": "deepep"})
+    del subjects[2]["passes"]["plan"]
+    text = render(result)
+    assert row(text, "deepep")[1:4] == ["16", "-", "800"]
+    assert "have no plan" in text
+    for measured in subjects[:3]:
+        for times in measured["passes"].values():
+            times.pop("logical_gb_per_s", None)
+    assert "logical" not in row(render(result), "")
 
 
 def test_experts_are_compared_with_the_time_of_their_products() -> None:
