@@ -71,14 +71,19 @@ __device__ inline void put(const KernelContext& me, const Rails& rails, RailWind
   network::put(rails.rail, window, domain, to, from, num_bytes, number);
 }
 
-// Waits until the rail peer in `domain` has counted a signal up to `goal`.  Then everything that it
-// had put before is visible to this thread.  False when the group has failed.
+// Whether the rail peer in `domain` has counted a signal up to `goal`.  Then everything that it had
+// put before is visible to this thread.
+__device__ inline bool has_counted(const KernelContext& me, const Rails& rails, RailSignal signal,
+                                   int domain, std::uint64_t goal) {
+  return network::read_signal(rails.rail, signal * me.control.num_domains + domain) >= goal;
+}
+
+// Waits for that; false when the group has failed.
 __device__ inline bool wait_for_signals(const KernelContext& me, const Rails& rails, Phase phase,
                                         RailSignal signal, int domain, std::uint64_t goal,
                                         std::uint64_t epoch) {
-  return wait_until(me, phase, rail_peer_in(me, domain), epoch, [&] {
-    return network::read_signal(rails.rail, signal * me.control.num_domains + domain) >= goal;
-  });
+  return wait_until(me, phase, rail_peer_in(me, domain), epoch,
+                    [&] { return has_counted(me, rails, signal, domain, goal); });
 }
 
 // The same for the `number`-th signal in this operation, from 1.

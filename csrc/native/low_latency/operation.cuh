@@ -134,16 +134,17 @@ __device__ inline void store_assignments(const LowLatencyWindow& window, char* t
 constexpr unsigned int kSentCta = 1, kSentBad = 1 << 10, kSentFailed = 1 << 20;
 
 // All threads call it after issuing what they send, with a word of the object's state.  Returns the
-// sum in the last CTA, where the writes of all CTAs come before what its thread 0 stores after a
-// system fence; 0 in the others.
-__device__ inline unsigned int count_sent(unsigned int* word, bool is_bad, bool has_failed) {
+// sum in the last of `num_ctas` CTAs, where the writes of all CTAs come before what its thread 0
+// stores after a system fence; 0 in the others.
+__device__ inline unsigned int count_sent(unsigned int* word, bool is_bad, bool has_failed,
+                                          unsigned int num_ctas = gridDim.x) {
   __shared__ unsigned int sum;
   is_bad = __syncthreads_or(is_bad);
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned int mine = kSentCta + is_bad * kSentBad + has_failed * kSentFailed;
     sum = atomicAdd(word, mine) + mine;
-    if (sum % kSentBad != gridDim.x) {
+    if (sum % kSentBad != num_ctas) {
       sum = 0;
     } else {
       *word = 0;

@@ -125,10 +125,12 @@ constexpr std::uint32_t kBadRouting = 1u << 31;
 
 // In device memory of one rank; zero at the start.
 struct LowLatencyState {
-  std::uint64_t dispatches, combines;  // that were sent
-  std::uint64_t tokens_put;            // the rail peers' signal of the last dispatch
-  unsigned int sent;                   // CTAs of the current operation (operation.cuh)
-  unsigned int passed;                 // CTAs that have done their part for the rail peers
+  std::uint64_t dispatches, combines;   // that were sent
+  std::uint64_t tokens_put;             // the rail peers' signal of the last dispatch
+  unsigned int sent;                    // CTAs of the current operation (operation.cuh)
+  unsigned int passed;                  // CTAs that have added up their part for the rail peers
+  unsigned int passed_on[kMaxDomains];  // CTAs that have sent on their part of a domain's tokens
+  unsigned int domains_passed;          // domains of which all CTAs have
   // For the combine of the last dispatch: the ranks of each token in this domain, a bit for each
   // place, and its other domains.
   std::uint32_t ranks_of[kLowLatencyTokens];

@@ -105,24 +105,51 @@ __device__ bool wait_for_rail_peers(const KernelContext& me, const R& rails, Pha
   return __syncthreads_and(is_here);
 }
 
-// Sends the tokens that rail peers have put here on to the ranks of this domain, as their sources
-// would, with their words.  Called by all threads of all CTAs; returns what `count_sent` does.
+constexpr int kDomainWords = kMaxDomains / 32;
+static_assert(kDomainWords == 2, "the bits of a std::uint64_t");
+
+// Waits until rail peers in some of the domains `left`, a bit for each, have counted `signal` up to
+// `goal`; returns these domains, or 0 when the group has failed.  Called by all threads of a CTA;
+// another barrier must follow before the next call.
 template <typename R>
-__device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
-                                       const LowLatencyContext& ll, Places& places,
-                                       std::uint64_t goal, std::uint64_t number, bool has_failed) {
-  __shared__ int counts[kMaxRanks];
-  __shared__ std::uint32_t bad_routing[kMaxDomains];
+__device__ std::uint64_t wait_for_some(const KernelContext& me, const R& rails, Phase phase,
+                                       RailSignal signal, std::uint64_t goal, std::uint64_t number,
+                                       std::uint64_t left) {
+  __shared__ unsigned int come[kDomainWords];
+  __shared__ int is_any;
+  const int domain = threadIdx.x;
+  if (domain < kDomainWords) come[domain] = 0;
+  if (domain == 0) is_any = 0;
+  __syncthreads();
+  bool is_good = true;
+  if (domain < kMaxDomains && (left >> domain & 1) != 0) {
+    bool is_here = false;
+    is_good = wait_until(me, phase, rail_peer_in(me, domain), number, [&] {
+      is_here = has_counted(me, rails, signal, domain, goal);
+      return is_here || look(&is_any) != 0;
+    });
+    if (is_here) {
+      atomicOr(come + domain / 32, 1u << domain % 32);
+      show(&is_any, 1);
+    }
+  }
+  if (!__syncthreads_and(is_good)) return 0;
+  return come[0] | std::uint64_t{come[1]} << 32;
+}
+
+// Sends the tokens of one rail peer on to the ranks of this domain, as their source would, with its
+// words.  Called by all threads of all CTAs; returns what `count_sent` does.
+__device__ inline unsigned int pass_on(const KernelContext& me, const LowLatencyContext& ll,
+                                       int domain, Places& places, std::uint64_t number,
+                                       bool has_failed) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int num_local = me.control.num_local(), locals = me.control.local_ranks();
   const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
-  has_failed = has_failed || !wait_for_rail_peers(me, rails, Phase::kLowLatencyDispatch, kTokensPut,
-                                                  goal, number);
-  for (int domain = 0; domain < me.control.num_domains; ++domain) {
-    if (has_failed || domain == me.control.domain_of(me.rank)) continue;
+  const int source = rail_peer_in(me, domain);
+  std::uint32_t word = 0;
+  if (!has_failed) {
     const Message message(me, ll, domain);
-    const int source = rail_peer_in(me, domain);
     message.find_places(me, places);
     for (int i = warp * gridDim.x + blockIdx.x; i < message.num_tokens * pieces;
          i += gridDim.x * kLlWarps) {
@@ -146,18 +173,45 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
       }
     }
     if (threadIdx.x < locals) {
-      counts[domain * locals + threadIdx.x] = places.count(threadIdx.x, message.num_tokens);
+      word = places.count(threadIdx.x, message.num_tokens) | message.bad_routing;
     }
-    if (threadIdx.x == 0) bad_routing[domain] = message.bad_routing;
   }
-  const unsigned int passed = count_passed(ll, has_failed);
-  if (passed == 0 || passed >= kSentFailed) return passed;
-  fence_system();  // passes on what this thread has seen
-  for (int i = threadIdx.x; i < window.num_ranks; i += kLlThreads) {
-    const int domain = i / locals, to = local_rank(me, i % locals);
-    if (!has_rail_peer(me, domain)) continue;
-    post_numbered(sent_word(ll, to, Turn::kDispatch, rail_peer_in(me, domain)), number,
-                  counts[i] | bad_routing[domain]);
+  const unsigned int passed = count_sent(ll.state->passed_on + domain, false, has_failed);
+  if (passed == 0) return 0;
+  see_other_ctas();
+  if (passed < kSentFailed && threadIdx.x < locals) {
+    fence_system();  // passes on what this thread has seen
+    post_numbered(sent_word(ll, local_rank(me, threadIdx.x), Turn::kDispatch, source), number,
+                  word);
+  }
+  return passed;
+}
+
+// Sends the tokens that rail peers have put here on to the ranks of this domain, those that have
+// come first: a rank that waits for the words then misses only ranks that have put nothing.  Called
+// by all threads of all CTAs; returns what `count_sent` does.
+template <typename R>
+__device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
+                                       const LowLatencyContext& ll, Places& places,
+                                       std::uint64_t goal, std::uint64_t number, bool has_failed) {
+  const int num_domains = me.control.num_domains;
+  std::uint64_t left = (~std::uint64_t{0} >> (kMaxDomains - num_domains)) &
+                       ~(std::uint64_t{1} << me.control.domain_of(me.rank));
+  unsigned int passed = 0;  // all domains; in the last CTA only
+  while (left != 0) {
+    std::uint64_t come = has_failed ? 0
+                                    : wait_for_some(me, rails, Phase::kLowLatencyDispatch,
+                                                    kTokensPut, goal, number, left);
+    if (come == 0) {
+      has_failed = true;
+      come = left;
+    }
+    left &= ~come;
+    for (; come != 0; come &= come - 1) {
+      const unsigned int by_all = pass_on(me, ll, __ffsll(come) - 1, places, number, has_failed);
+      if (by_all == 0) continue;
+      passed = count_sent(&ll.state->domains_passed, false, by_all >= kSentFailed, num_domains - 1);
+    }
   }
   return passed;
 }

@@ -96,11 +96,18 @@ MISTAKES = {
     "rails: sums of the combine before are counted": (
         "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",
         "rails-combines", 2, "combine: "),
-    "rails: LL: what rail peers put is taken before it has come": (
+    "rails: LL: tokens are taken before they have come": (
+        "native/low_latency/rail_tokens.cuh",
+        "is_here = «has_counted(me, rails, signal, domain, goal)»;", "true",
+        "rails-ll", 2, "ll dispatch: "),
+    "rails: LL: sums are taken before they have come": (
         "native/low_latency/rail_tokens.cuh",
         "is_here = «wait_for_signals(me, rails, phase, signal, threadIdx.x, goal, number)»;",
         "true",
-        "rails-ll", 2, "ll "),
+        "rails-ll", 2, "ll combine: "),
+    "rails: LL: a source's word is given when one CTA has passed its tokens on": (
+        "native/low_latency/rail_tokens.cuh", "if («passed == 0») return 0;", "false",
+        "rails-ll", 4, "ll "),
     "rails: LL: the last message is taken for this one": (
         "native/low_latency/dispatch.cu", "rail_signals[kTokensPut]) + «1»", "0",
         "rails-ll", 2, "."),
