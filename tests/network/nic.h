@@ -78,7 +78,7 @@ class Nic {
     const Hold hold(*this);
     std::erase(senders_, &sender);
     settle(sender);
-    sender.peers.clear();
+    sender.peers.clear();  // while the driver is here
   }
   void remove(Receiver& receiver) {
     const Hold hold(*this);
