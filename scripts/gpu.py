@@ -123,6 +123,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
         Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
         Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=4, network="loop"),
+        Step("hierarchical", (4,), "tests/gpu/test_gpu_links.py", hosts=2, network="loop-all"),
         Step("native", (2,), "tests/contract", hosts=2, network="loop"),
         Step("native", (4,), "tests/contract", hosts=2, network="loop"),
         Step("native", (4,), "tests/contract", hosts=4, network="loop"),

@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <mutex>
 
 #include "driver.h"
 
@@ -18,6 +19,7 @@
 namespace {
 
 using Address = Driver::Address;
+using Lock = std::lock_guard<std::recursive_mutex>;
 using Stream = std::deque<std::function<void()>>;
 
 struct Event {
@@ -30,9 +32,10 @@ struct Mapping {
 };
 
 constexpr int kInvalid = 1;
+std::recursive_mutex mutex;  // of the mappings
 std::map<Address, Mapping> mappings;
 char contexts[2];  // that of the program, and the network's
-void* current = &contexts[0];
+thread_local void* current = &contexts[0];
 
 char* at(Address address) { return reinterpret_cast<char*>(address); }
 
@@ -48,10 +51,14 @@ FAKE void* fake_allocate(std::size_t size, bool is_shared) {
   const int file = memfd_create("fake-gpu", MFD_CLOEXEC);
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (ftruncate(file, static_cast<off_t>(size)) != 0 || memory == MAP_FAILED) return nullptr;
+  const Lock lock(mutex);
   mappings[reinterpret_cast<Address>(memory)] = {size, is_shared ? file : -1};
   return memory;
 }
-FAKE std::size_t fake_num_mappings() { return mappings.size(); }
+FAKE std::size_t fake_num_mappings() {
+  const Lock lock(mutex);
+  return mappings.size();
+}
 
 // --- the driver ---
 
@@ -137,6 +144,7 @@ FAKE int cuMemHostRegister_v2(void*, std::size_t, unsigned) { return 0; }
 FAKE int cuMemHostUnregister(void*) { return 0; }
 
 FAKE int cuMemGetAddressRange_v2(Address* base, std::size_t* size, Address address) {
+  const Lock lock(mutex);
   auto found = mappings.upper_bound(address);
   if (found == mappings.begin()) return kInvalid;
   --found;
@@ -147,6 +155,7 @@ FAKE int cuMemGetAddressRange_v2(Address* base, std::size_t* size, Address addre
 }
 // A handle is a file.
 FAKE int cuMemRetainAllocationHandle(std::uint64_t* handle, void* address) {
+  const Lock lock(mutex);
   Address base = 0;
   std::size_t size = 0;
   if (cuMemGetAddressRange_v2(&base, &size, reinterpret_cast<Address>(address)) != 0) {
@@ -181,10 +190,12 @@ FAKE int cuMemMap(Address address, std::size_t size, std::size_t, std::uint64_t 
   void* memory = mmap(at(address), size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
                       static_cast<int>(handle), 0);
   if (memory == MAP_FAILED) return kInvalid;
+  const Lock lock(mutex);
   mappings[address] = {size, -1};
   return 0;
 }
 FAKE int cuMemUnmap(Address address, std::size_t size) {
+  const Lock lock(mutex);
   if (mappings.erase(address) == 0) return kInvalid;
   mmap(at(address), size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cstring>
 #include <memory>
 
 #include "driver.h"
@@ -78,6 +79,26 @@ struct Leaving {
   }
 };
 
+// From memory into a box, and from a box into memory.
+inline bool fill(char* box, const char* from, std::size_t size, int type, Gpu* gpu) {
+  if (type == kHost) {
+    memcpy(box, from, size);
+    return true;
+  }
+  const auto at = reinterpret_cast<Driver::Address>(from);
+  return gpu->enter() &&
+         Driver::ok(gpu->driver.to_host(box, at, size, gpu->out_stream), "cuMemcpyDtoHAsync");
+}
+inline bool empty(const char* box, char* to, std::size_t size, int type, Gpu* gpu) {
+  if (type == kHost) {
+    memcpy(to, box, size);
+    return true;
+  }
+  const auto at = reinterpret_cast<Driver::Address>(to);
+  return gpu->enter() &&
+         Driver::ok(gpu->driver.to_device(at, box, size, gpu->in_stream), "cuMemcpyHtoDAsync");
+}
+
 // Copies from GPU to GPU that begin together, in any order: puts whose bytes overlap have none.
 struct CopyList {
   static constexpr std::size_t kMost = 64;
@@ -102,10 +123,9 @@ struct CopyList {
   }
 };
 
-// How far each pair's ring has come, by rank.
-using Ends = std::array<u64, kMaxRanks>;
-
 // What has been done with slots of rings, in order, some of it by copies under way.
+// Ends: how far that has come.
+template <class Ends>
 class Batches {
  public:
   bool open(const Driver& driver) {

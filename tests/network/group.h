@@ -32,21 +32,16 @@ namespace rma {
 
 // Sent to one target at once over the ring: the target gets none of them earlier.
 constexpr int kBoxesAtOnce = 2;
-constexpr std::size_t kDirectBytes = 512 << 10;  // a piece of a message that goes directly
-// A piece is sent when the link is free so soon: long messages leave room for others.
-constexpr u64 kAheadNs = 100'000;
 // In which all ranks of a group add a region.
 constexpr u64 kRegionNs = 20'000'000'000;
-
-inline Link link_;  // of this process
-inline std::mutex link_mutex;
-using Lock = std::lock_guard<std::mutex>;
 
 struct Handle {
   int process, file;
   Address post;
 };
 static_assert(sizeof(Handle) <= kHandleBytes);
+
+using Ends = std::array<u64, kMaxRanks>;  // of what each pair's ring holds, by rank
 
 // The functions for puts are called by one thread, those for regions by any.
 struct Group {
@@ -176,18 +171,6 @@ struct Group {
     return region.id < kMaxRegions && gpu_->driver.copy_all && !link_.is_staged;
   }
 
-  // --- links ---
-
-  // When what begins at `start` has passed one end of this process's link.
-  static u64 pass(u64& free_ns, u64 start, std::size_t size) {
-    const Lock lock(link_mutex);
-    return link_.pass(free_ns, start, size);
-  }
-  static bool is_free(u64 now) {
-    const Lock lock(link_mutex);
-    return link_.out_free_ns <= now + kAheadNs;
-  }
-
   // --- sending ---
 
   // A peer's region that has these bytes; null: there is none.
@@ -222,14 +205,14 @@ struct Group {
     const u64 tail = ring.tail.load(std::memory_order_acquire);
     if (sent_[target] == tail + kSlots) return kNothing;
     Request& request = *waiting_[target].front();
-    if (link_.has_begun(kStop, request.number) || !is_free(now)) return kNothing;
+    if (link_.has_begun(kStop, request.number) || !is_link_free(now)) return kNothing;
     char* const place = place_of(request);
     if (place ? copies_.count == CopyList::kMost : round >= kBoxesAtOnce) return kNothing;
-    const int box = static_cast<int>(num_boxed_[target] % kBoxes);
-    if (!place && box_ends_[target][box] > tail) return kNothing;
+    Boxes& boxes = boxes_[target];
+    if (!place && !boxes.is_free(tail)) return kNothing;
     Slot& slot = ring.slots[sent_[target] % kSlots];
     slot.message = request.message;
-    slot.box = place ? -1 : box;
+    slot.box = place ? -1 : boxes.next();
     slot.first = request.sent;
     slot.num_bytes = std::min(place ? kDirectBytes : kBoxBytes, request.message.size - slot.first);
     if (slot.num_bytes > 0) {
@@ -241,23 +224,14 @@ struct Group {
       if (place) {
         copies_.add(place + slot.first, at, slot.num_bytes);
         rma_loop_counters[kDirect] += slot.first == 0;
-      } else if (from->type == kHost) {
-        memcpy(ring.boxes[box], at, slot.num_bytes);
-      } else if (!gpu_->enter() ||
-                 !Driver::ok(gpu_->driver.to_host(ring.boxes[box], reinterpret_cast<u64>(at),
-                                                  slot.num_bytes, gpu_->out_stream),
-                             "cuMemcpyDtoHAsync")) {
+      } else if (!fill(ring.boxes[slot.box], at, slot.num_bytes, from->type, gpu_.get())) {
         return kFailed;
       }
     }
-    slot.arrives_ns = pass(link_.out_free_ns, now, slot.num_bytes);
-    slot.arrives_ns += static_cast<u64>(link_.latency_us * 1e3);
+    slot.arrives_ns = leave(now, slot.num_bytes);
     if (link_.is(kDelay, request.number)) slot.arrives_ns += link_.delay_ms * 1'000'000;
     ++sent_[target];
-    if (!place && slot.num_bytes > 0) {
-      box_ends_[target][box] = sent_[target];
-      ++num_boxed_[target];
-    }
+    if (!place && slot.num_bytes > 0) boxes.use(sent_[target]);
     request.sent += slot.num_bytes;
     if (request.sent == request.message.size) {
       request.end = sent_[target];
@@ -328,18 +302,9 @@ struct Group {
     }
     rma_loop_counters[kBytesIn] += slot.num_bytes;
     if (slot.num_bytes > 0 && slot.box >= 0) {
-      const char* const box = ring.boxes[slot.box];
       char* const at = to->data + message.to_offset + slot.first;
-      if (to->type == kHost) {
-        memcpy(at, box, slot.num_bytes);
-      } else if (!gpu_->enter() ||
-                 !Driver::ok(gpu_->driver.to_device(reinterpret_cast<u64>(at), box, slot.num_bytes,
-                                                    gpu_->in_stream),
-                             "cuMemcpyHtoDAsync")) {
-        return false;
-      } else {
-        has_copies = true;
-      }
+      if (!empty(ring.boxes[slot.box], at, slot.num_bytes, to->type, gpu_.get())) return false;
+      has_copies = has_copies || to->type == kCuda;
     }
     if (!signals || !is_last) return true;
     return add_signal(ring, *signals, message.signal_offset, message.value,
@@ -356,10 +321,7 @@ struct Group {
       const u64 head = ring.head.load(std::memory_order_acquire);
       for (u64& arrival = arrival_ns_[source]; taken < head; ++taken, arrival = 0) {
         const Slot& slot = ring.slots[taken % kSlots];
-        if (arrival == 0) {
-          const u64 start = slot.arrives_ns - link_.duration_ns(slot.num_bytes);
-          arrival = pass(link_.in_free_ns, start, slot.num_bytes);
-        }
+        if (arrival == 0) arrival = arrive(slot.arrives_ns, slot.num_bytes);
         if (now_ns() < arrival) break;
         if (!deliver(ring, slot, has_copies)) return false;
         has_any = true;
@@ -385,10 +347,9 @@ struct Group {
   int first_target_ = 0;
   bool was_silent_ = false;
   CopyList copies_;
-  Batches out_batches_, in_batches_;
+  Batches<Ends> out_batches_, in_batches_;
   Ends sent_{}, taken_{}, arrival_ns_{};  // by rank; arrival: of the next slot; 0: unknown
-  Ends num_boxed_{};                      // by target
-  std::array<u64, kBoxes> box_ends_[kMaxRanks] = {};  // where in the ring each was used last
+  std::array<Boxes, kMaxRanks> boxes_;    // by target
 };
 
 }  // namespace rma

@@ -1,5 +1,6 @@
-// The link of one rank to the test network: how fast it is, and what goes wrong on it, as the
-// rank's environment says.  Without any, the link is as fast as the machine:
+// The link of one rank to the test network, for puts and for messages: how fast it is, and what
+// goes wrong on it, as the rank's environment says.  Without any, the link is as fast as the
+// machine:
 //
 //   RMA_LOOP_GBPS        10^9 bytes per second, in each direction
 //   RMA_LOOP_LATENCY_US  from one end to the other
@@ -18,8 +19,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
-#include "rma_plugin.h"
+#include "plugin.h"
 
 namespace rma {
 
@@ -82,6 +84,28 @@ inline bool read_environment(Link& link) {
   }
   link = read;
   return true;
+}
+
+inline Link link_;  // of this process
+inline std::mutex link_mutex;
+using Lock = std::lock_guard<std::mutex>;
+
+// A piece is sent when the link is free so soon: long messages leave room for others.
+constexpr u64 kAheadNs = 100'000;
+
+inline bool is_link_free(u64 now) {
+  const Lock lock(link_mutex);
+  return link_.out_free_ns <= now + kAheadNs;
+}
+// When a piece that leaves now is at the other end.
+inline u64 leave(u64 now, std::size_t size) {
+  const Lock lock(link_mutex);
+  return link_.pass(link_.out_free_ns, now, size) + static_cast<u64>(link_.latency_us * 1e3);
+}
+// When it has arrived, after what came before it.
+inline u64 arrive(u64 at_end, std::size_t size) {
+  const Lock lock(link_mutex);
+  return link_.pass(link_.in_free_ns, at_end - link_.duration_ns(size), size);
 }
 
 }  // namespace rma

@@ -1,4 +1,4 @@
-"""The test network: building `rma_loop.cpp`, and what it counts."""
+"""The test network: building it, and what it counts."""
 
 from __future__ import annotations
 
@@ -12,34 +12,57 @@ from build_cache import cached, run_all, version_of
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or "g++"
 COUNTERS = ("puts", "bytes", "direct", "bytes_in", "refused")
+NET_COUNTERS = ("sends", "bytes", "direct")
 
 
 def build() -> Path:
-    """Compile the plugin, unless that was done; return its path, for NCCL_RMA_PLUGIN."""
-    return _library("rma_loop", "libnccl-rma-loop.so")
+    """Compile the plugin, unless that was done.
+
+    Return its path, for NCCL_RMA_PLUGIN; see also `variables_of_messages`.
+    """
+    return _library("libnccl-rma-loop.so", "rma_loop.cpp", "net_loop.cpp")
+
+
+def variables_of_messages(plugin: Path) -> dict[str, str]:
+    """What makes NCCL's own messages between hosts go over the same links (see nic.h)."""
+    return {
+        "NCCL_NET_PLUGIN": str(plugin),
+        "NCCL_NET_GDR_LEVEL": "SYS",
+        "NCCL_NET_GDR_READ": "1",
+        "NCCL_P2P_NET_CHUNKSIZE": str(1 << 20),
+    }
 
 
 def build_fake_driver() -> Path:
     """Compile the stand-in for CUDA's driver; return its path, for RMA_LOOP_DRIVER."""
-    return _library("fake_driver", "libfake-driver.so")
+    return _library("libfake-driver.so", "fake_driver.cpp")
 
 
-def _library(source: str, name: str) -> Path:
-    sources = [HERE / f"{source}.cpp", *sorted(HERE.glob("*.h"))]
+def _library(name: str, *files: str) -> Path:
+    sources = [HERE / file for file in files]
     options = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
 
     def make(folder: Path) -> None:
-        target = ["-shared", "-fPIC", sources[0], "-o", folder / name, "-ldl"]
+        target = ["-shared", "-fPIC", *sources, "-o", folder / name, "-ldl", "-pthread"]
         run_all([[COMPILER, *options, *target]])
 
-    made = cached(source.replace("_", "-"), [*sources, version_of(COMPILER), *options], make)
-    return made / name
+    inputs = [*sources, *sorted(HERE.glob("*.h")), version_of(COMPILER), *options]
+    return cached(Path(name).stem, inputs, make) / name
 
 
 def counters(plugin: Path | str) -> dict[str, int]:
     """What this process has put and received so far, by the names in `COUNTERS`."""
-    values = (ctypes.c_uint64 * len(COUNTERS)).in_dll(ctypes.CDLL(str(plugin)), "rma_loop_counters")
-    return dict(zip(COUNTERS, values, strict=True))
+    return _counted(plugin, "rma_loop_counters", COUNTERS)
+
+
+def net_counters(plugin: Path | str) -> dict[str, int]:
+    """What this process has sent so far as NCCL's network, by the names in `NET_COUNTERS`."""
+    return _counted(plugin, "net_loop_counters", NET_COUNTERS)
+
+
+def _counted(plugin: Path | str, symbol: str, names: tuple[str, ...]) -> dict[str, int]:
+    values = (ctypes.c_uint64 * len(names)).in_dll(ctypes.CDLL(str(plugin)), symbol)
+    return dict(zip(names, values, strict=True))
 
 
 def set_fault(fault: str) -> None:

@@ -17,9 +17,10 @@ def add_network_option(add: Callable[..., Any]) -> None:
     """Add the option, with a parser's `addoption`."""
     add(
         "--network",
-        choices=("loop",),
+        choices=("loop", "loop-all"),
         help="with --hosts: the network of kernels' puts between hosts.  loop: a network of our "
-        "own on this machine, which can be slow or broken (tests/network/link.h)",
+        "own on this machine, which can be slow or broken (tests/network/link.h); loop-all: "
+        "NCCL's own messages go over it, too",
     )
 
 
@@ -28,8 +29,10 @@ def use_network(network: str | None, hosts: int) -> None:
     if network is None:
         return
     if hosts < 2:
-        raise pytest.UsageError("--network loop: add --hosts 2, or more: one host needs no network")
+        raise pytest.UsageError("--network: add --hosts 2, or more: one host needs no network")
     sys.path += [str(TESTS / folder) for folder in ("network", "native")]
-    from loop import build
+    from loop import build, variables_of_messages
 
     os.environ["NCCL_RMA_PLUGIN"] = str(build())
+    if network == "loop-all":
+        os.environ |= variables_of_messages(build())

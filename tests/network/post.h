@@ -112,13 +112,7 @@ class Post {
     return mail;
   }
 
- private:
-  // Room for one file in a message.
-  union Control {
-    cmsghdr head;
-    char bytes[CMSG_SPACE(sizeof(int))];
-  };
-
+  // False, with `errno`: the other's queue is full, or it has gone.
   bool send(const Address& to, const Letter& letter, const File& file) const {
     socklen_t size;
     sockaddr_un name = to.name(size);
@@ -157,6 +151,13 @@ class Post {
     }
     return mail;
   }
+
+ private:
+  // Room for one file in a message.
+  union Control {
+    cmsghdr head;
+    char bytes[CMSG_SPACE(sizeof(int))];
+  };
 
   File socket_;
   std::deque<std::unique_ptr<Mail>> kept_;  // of regions to come

@@ -3,14 +3,16 @@
 
 #include <sys/mman.h>
 
+#include <array>
 #include <atomic>
 
-#include "rma_plugin.h"
+#include "plugin.h"
 
 namespace rma {
 
 constexpr int kMaxRanks = 16, kSlots = 256, kBoxes = 16, kMaxRegions = 4096;
 constexpr std::size_t kBoxBytes = 256 << 10;
+constexpr std::size_t kDirectBytes = 512 << 10;  // a piece of a message that goes directly
 
 struct Message {
   int to, signals;  // regions; -1: none
@@ -34,6 +36,16 @@ struct alignas(4096) Ring {
   std::atomic<bool> is_removed[kMaxRegions];         // the target's regions
   Slot slots[kSlots];
   char boxes[kBoxes][kBoxBytes];
+};
+
+// A ring's boxes, as its source knows them.
+struct Boxes {
+  std::array<u64, kBoxes> ends{};  // of the piece in the ring that used each last
+  u64 count = 0;                   // that were used
+
+  int next() const { return static_cast<int>(count % kBoxes); }
+  bool is_free(u64 tail) const { return ends[next()] <= tail; }
+  void use(u64 end) { ends[count++ % kBoxes] = end; }
 };
 
 inline Ring* map_rings(int file, int first, int count) {

@@ -12,6 +12,7 @@
 #include <cstdio>
 
 #include "group.h"
+#include "rma_plugin.h"
 
 std::atomic<std::uint64_t> rma_loop_counters[kNumCounters];
 

@@ -3,22 +3,14 @@
 // thread.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "plugin.h"
 
 namespace rma {
 
-using u32 = std::uint32_t;
-using u64 = std::uint64_t;
-
-enum Result { kSuccess = 0, kCudaError = 1, kSystemError = 2, kInvalidUsage = 5, kRemoteError = 6 };
-enum MemoryType { kHost = 1, kCuda = 2 };
 enum SignalOp { kIncrement = 1, kAdd = 2 };
 // Flag of memory for signals that nobody but the plugin writes.
 constexpr u64 kNeverReset = 2;
 constexpr int kProxyDevice = 2;
-// In which `listen` says how it can be reached.
-constexpr std::size_t kHandleBytes = 128;
 
 struct Properties {
   char *name, *pci_path;

@@ -1,15 +1,13 @@
 """The test network does what tests of kernels over a network take for granted.
 
-Ranks are processes that call the plugin as NCCL does, through its table, with memory of the host,
-or with that of a stand-in for a GPU (fake_driver.cpp), where RMA_LOOP_DRIVER is set.  Each
-function without `test_` in its name is a scenario, which runs on every rank.
+Ranks are processes that call the plugin as NCCL does (plugin_rank.py).  Each function without
+`test_` in its name is a scenario, which runs on every rank.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +19,11 @@ import pytest
 from fork_server import ForkServer
 from loop import COUNTERS, build, build_fake_driver, counters
 from patience import patient
-from torch.distributed import TCPStore
+from plugin_rank import GPU, HOST, PluginError, PluginRank
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the test network")
 
-# The functions of rma_plugin.h, each with its arguments: (p)ointer, (i)nt, (I) and (Q) unsigned of
-# 32 and 64 bits, (?) bool.
+# The functions of rma_plugin.h.
 TABLE = {
     "init": "pQp", "devices": "p", "properties": "ip", "listen": "pipp", "connect": "ppiipp",
     "create_context": "ppp", "add_region": "ppQiQp", "add_dmabuf": "ppQiQiQp",
@@ -34,20 +31,12 @@ TABLE = {
     "put": "piQpQQpIp", "put_signal": "piQpQQpIQpQI?p", "get": "piQpQQpIp", "flush": "pipIp",
     "test": "ppp", "progress": "p", "last_error": "pp", "finalize": "p",
 }  # fmt: skip
-TYPES = {
-    "p": ctypes.c_void_p, "i": ctypes.c_int, "I": ctypes.c_uint32, "Q": ctypes.c_uint64,
-    "?": ctypes.c_bool,
-}  # fmt: skip
-HOST, GPU, ADD, NEVER_RESET = 1, 2, 2, 2
+ADD, NEVER_RESET = 2, 2
 INVALID_USAGE, REMOTE_ERROR = 5, 6
 SAFETY_S = 60.0
 
 
-class PluginError(Exception):
-    """A function of the plugin returned an error; its number is the first argument."""
-
-
-class Rank:
+class Rank(PluginRank):
     """One rank over the plugin, with a region of data and a signal; collective.
 
     Args:
@@ -57,76 +46,34 @@ class Rank:
     """
 
     def __init__(self, plugin: str, num_bytes: int, link: dict[str, str]) -> None:
-        os.environ.update(link)
-        driver = os.environ.get("RMA_LOOP_DRIVER")
-        self.driver = ctypes.CDLL(driver) if driver else None
-        if self.driver is not None:
-            self.driver.fake_allocate.restype = ctypes.c_void_p
-            self.driver.fake_allocate.argtypes = [ctypes.c_size_t, ctypes.c_bool]
-        # Bytes need not pass the memory of the host.
-        self.is_direct = self.driver is not None and "RMA_LOOP_STAGED" not in os.environ
-        self.plugin, self.rank = plugin, int(os.environ["RANK"])
-        self.num_ranks, self._gathered = int(os.environ["WORLD_SIZE"]), 0
-        self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        self._table = (ctypes.c_void_p * (1 + len(TABLE))).in_dll(
-            ctypes.CDLL(plugin), "ncclRmaPlugin_v14"
-        )
+        super().__init__(plugin, "ncclRmaPlugin_v14", TABLE, link)
         instance = ctypes.c_void_p()
         self.call("init", ctypes.byref(instance), 0, None)
         handle, listener = ctypes.create_string_buffer(128), ctypes.c_void_p()
         self.call("listen", instance, 0, handle, ctypes.byref(listener))
         handles = [ctypes.create_string_buffer(raw, 128) for raw in self.gather(handle.raw)]
         addresses = (ctypes.c_void_p * self.num_ranks)(*map(ctypes.addressof, handles))
-        self.group = self._made("connect", instance, addresses, self.num_ranks, self.rank, listener)
+        self.group = self.made("connect", instance, addresses, self.num_ranks, self.rank, listener)
         self.call("close_listener", listener)
-        self.context = self._made("create_context", self.group, None)
+        self.context = self.made("create_context", self.group, None)
         self.data, self.region = self.add_region(num_bytes)
         self.signals, self.signal_region = self.add_region(8, NEVER_RESET, is_shared=False)
         self.gather(None)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; collective."""
-        self._gathered += 1
-        self._store.set(f"{self._gathered}/{self.rank}", pickle.dumps(value))
-        ranks = range(self.num_ranks)
-        return [pickle.loads(self._store.get(f"{self._gathered}/{rank}")) for rank in ranks]
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a function of the table, or raise PluginError."""
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *(TYPES[kind] for kind in TABLE[name]))
-        if result := prototype(self._table[1 + list(TABLE).index(name)])(*arguments):
-            raise PluginError(result, name)
-
-    def _made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
-        made = ctypes.c_void_p()
-        self.call(name, *arguments, ctypes.byref(made))
-        return made
-
     def add_region(
         self, num_bytes: int, flags: int = 0, is_shared: bool = True, kind: int | None = None
     ) -> tuple[np.ndarray, ctypes.c_void_p]:
-        """New memory and its registration; all ranks register in one order.
-
-        Args:
-            is_shared: another process can map it, if it is a GPU's.
-            kind: of memory; default: a GPU's, if there is one.
-        """
-        kind = kind or (HOST if self.driver is None else GPU)
-        if kind == HOST:
-            data = np.zeros(num_bytes, np.uint8)
-        else:
-            # The region is a part of an allocation.
-            memory = self.driver.fake_allocate(num_bytes + 8192, is_shared)
-            data = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(memory + 4096), np.uint8)
+        """New memory (see `allocate`) and its registration; all ranks register in one order."""
+        data, kind = self.allocate(num_bytes, is_shared, kind)
         address = ctypes.c_void_p(data.ctypes.data)
-        return data, self._made("add_region", self.group, address, num_bytes, kind, flags)
+        return data, self.made("add_region", self.group, address, num_bytes, kind, flags)
 
     def put(
         self, rank: int, to: int, from_: int, size: int, value: int = 1,
         region: Any = None, signal_at: int = 0, source: Any = None,
     ) -> ctypes.c_void_p:  # fmt: skip
         """Put bytes of this rank's data into another's, then add to its signal."""
-        return self._made(
+        return self.made(
             "put_signal", self.context, 0, from_, source or self.region, size,
             to, region or self.region, rank, signal_at, self.signal_region, value, ADD, True,
         )  # fmt: skip
