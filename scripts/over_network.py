@@ -6,7 +6,7 @@ Each case starts its ranks (`scripts/host_ranks.py`) with links of a rate and a 
 (`tests/network/link.h`), and `ncclep bench` checks and times them; the slowest rank counts.  Parts:
 
     ht            dispatch and combine of `native`, exact and static mode, and their backward passes
-    hierarchical  the same of `hierarchical`, exact mode, over a network plugin on the same links
+    hierarchical  the same of `hierarchical`, exact mode, on the same links
     ll            low-latency mode of `native`
     rounds        `native` with windows for a part of the tokens (docs/network.md)
     timeline      what has arrived when in a dispatch and a combine (scripts/network_timeline.py)
@@ -129,17 +129,13 @@ def cases() -> list[Case]:
     return [*ht, *hierarchical, *ll, *rounds, *timeline]
 
 
-def network_of(case: Case, net_plugin: Path | None) -> dict[str, str] | None:
-    """The environment of a case's network; None: there is none for its engine."""
+def network_of(case: Case) -> dict[str, str]:
+    """The environment of a case's network."""
     link = {"RMA_LOOP_GBPS": f"{case.gb_per_s:g}", "RMA_LOOP_LATENCY_US": f"{LATENCY_US:g}"}
-    if case.engine != "hierarchical":
-        return {**link, "NCCL_RMA_PLUGIN": str(loop.build())}
-    if net_plugin is None and hasattr(loop, "build_net"):
-        net_plugin = loop.build_net()
-    if net_plugin is None:
-        return None
-    direct = {"NCCL_NET_GDR_LEVEL": "SYS", "NCCL_NET_GDR_READ": "1"}  # to and from GPUs
-    return {**link, **direct, "NCCL_NET_PLUGIN": str(net_plugin)}
+    plugin = loop.build()
+    if case.engine == "hierarchical":
+        return {**link, **loop.variables_of_messages(plugin)}
+    return {**link, "NCCL_RMA_PLUGIN": str(plugin)}
 
 
 # --- what was measured, against the link ---------------------------------------------------------
@@ -316,9 +312,7 @@ def write(out: Path, results: dict[str, dict[str, Any]]) -> None:
 # --- running -------------------------------------------------------------------------------------
 
 
-def run_case(
-    case: Case, out: Path, limit_s: float, gpus: list[str], net_plugin: Path | None
-) -> dict[str, Any]:
+def run_case(case: Case, out: Path, limit_s: float, gpus: list[str]) -> dict[str, Any]:
     """Run a case; its result, or what went wrong."""
     begin, folder = time.monotonic(), out / case.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -326,11 +320,8 @@ def run_case(
         old.unlink()
     result: dict[str, Any] = {"name": case.name, "problem": "", "seconds": 0}
     try:
-        network = network_of(case, net_plugin)
-        if network is None:
-            return {**result, "problem": "NOT RUN: no plugin for NCCL's sends: --net-plugin"}
         path = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**network, "PYTHONPATH": path}
+        environment = {**network_of(case), "PYTHONPATH": path}
         log = folder / "log.txt"
         result["problem"] = run_ranks(
             case.grid, case.command(folder), environment, log, limit_s, gpus
@@ -352,7 +343,6 @@ def main() -> int:
     add("--out", type=Path, default=Path("runs/network"), help="default: runs/network")
     add("--limit-s", type=float, default=540, help="of all cases (default: 540)")
     add("--case-s", type=float, default=150, help="of one case (default: 150)")
-    add("--net-plugin", type=Path, help="library with the links for NCCL's sends and receives")
     add("--list", action="store_true", help="print the cases, and run none")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
@@ -373,7 +363,7 @@ def main() -> int:
         if left < SHORTEST_S:
             print(f"{case.name}: NOT RUN: no time left", flush=True)
             continue
-        results[case.name] = run_case(case, args.out, left, gpus, args.net_plugin)
+        results[case.name] = run_case(case, args.out, left, gpus)
         print("\n".join(described(results[case.name])), flush=True)
         write(args.out, results)
     print("\n".join(compared(results)))

@@ -21,9 +21,9 @@
 #include "region.h"
 #include "ring.h"
 
-// What this process has put (messages, bytes, and messages whose bytes went from GPU to GPU), the
-// bytes that have come, and the messages that were refused here because they would have left
-// registered memory.
+// What this process has put (messages, bytes, and those bytes that went from GPU to GPU), the bytes
+// that have come, and the messages that were refused here because they would have left registered
+// memory.
 enum { kPuts, kBytes, kDirect, kBytesIn, kRefused, kNumCounters };
 extern "C" [[gnu::visibility("default")]] std::atomic<std::uint64_t>
     rma_loop_counters[kNumCounters];
@@ -223,7 +223,7 @@ struct Group {
       has_copies = has_copies || from->type == kCuda;
       if (place) {
         copies_.add(place + slot.first, at, slot.num_bytes);
-        rma_loop_counters[kDirect] += slot.first == 0;
+        rma_loop_counters[kDirect] += slot.num_bytes;
       } else if (!fill(ring.boxes[slot.box], at, slot.num_bytes, from->type, gpu_.get())) {
         return kFailed;
       }
