@@ -50,8 +50,8 @@ LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --
 # 1.5 times the rows of a balanced routing: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
-# Of Megatron-Core's own `ncclep`, which cannot do without: room for twice the balanced rows.
-CAPACITY_FACTOR = 2.0
+# Megatron-Core's own `ncclep`, and what it cannot do without: room for twice the balanced rows.
+FLEX_NCCLEP, CAPACITY_FACTOR = "flex_ncclep", 2.0
 LIBRARY = "nccl_ep_library"
 # Variants of the baseline -> the package that brings the library, and its modes.  A process has one
 # NCCL, with which at most one of the packages' libraries can run.
@@ -65,9 +65,7 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
 }
 # Subjects of benchmark/deepep.py -> their words.
 FUSED = "fused"
-DEEPEP: dict[str, tuple[str, ...]] = {
-    "deepep": (), "hybridep": (), f"hybridep:{FUSED}": (FUSED,),
-}  # fmt: skip
+DEEPEP: dict[str, tuple[str, ...]] = {"deepep": (), "hybridep": (), "hybridep:fused": (FUSED,)}
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 OPTIMIZER_GRAPH = "optimizer_graph"
@@ -105,7 +103,7 @@ DISPATCHERS = {
     "flex_deepep_fused": _flex("deepep", moe_permute_fusion=True),
     "flex_hybridep": _flex("hybridep"),
     "flex_hybridep_fused": _flex("hybridep", moe_permute_fusion_into_hybridep=True),
-    "flex_ncclep": _flex("ncclep", moe_expert_rank_capacity_factor=CAPACITY_FACTOR),
+    FLEX_NCCLEP: _flex("ncclep", moe_expert_rank_capacity_factor=CAPACITY_FACTOR),
 }
 
 
@@ -224,7 +222,8 @@ def kind_of(name: str) -> str:
 
 def default_names() -> list[str]:
     """The subjects that are measured by default, in the order of the table."""
-    return [*ENGINES, LIBRARY, *DEEPEP, *DISPATCHERS]
+    # TransformerEngine's libnccl_ep may be the second one of the process.
+    return [*ENGINES, LIBRARY, *DEEPEP, *(name for name in DISPATCHERS if name != FLEX_NCCLEP)]
 
 
 def low_latency_engines(device: str) -> list[str]:

@@ -150,7 +150,9 @@ def crossing(topk_idx: list[torch.Tensor], num_experts: int, on_each: int | None
 
 def test_wire_rows_of_the_worked_example() -> None:
     """The example of wire_rows; and one rank sends nothing."""
-    assert crossing([torch.tensor([[2, 3], [0, 1]]), torch.tensor([[1, 2]])], 4) == 1
+    topk_idx = [torch.tensor([[2, 3], [0, 1]]), torch.tensor([[1, 2]])]
+    assert crossing(topk_idx, 4) == 1
+    assert wire_rows(tables_of(topk_idx, 4, 16), [2, 1], with_own=True) == 2
     assert crossing([torch.tensor([[0, 1]])], 2) == 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from megatron_ncclep.benchmark import Setting, UnavailableError, deepep
 from megatron_ncclep.benchmark.command import make_subject
 from megatron_ncclep.benchmark.job import DEEPEP
+from megatron_ncclep.benchmark.layer_model import BUFFERS, close_dispatcher
 from megatron_ncclep.benchmark.shapes import (
     GRAD_OUT,
     GRAD_ROWS,
@@ -204,3 +206,17 @@ def test_rows_that_they_cannot_add_are_named(monkeypatch: pytest.MonkeyPatch) ->
         work = Workload(replace(CASE, **change), RANK)  # type: ignore[arg-type]
         with pytest.raises(UnavailableError, match=message):
             subject_of(monkeypatch, "deepep", work)
+
+
+def test_closing_releases_what_megatron_keeps_for_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its buffers have the sizes of the first shape; the library behind `ncclep` is set up once."""
+    released: list[str] = []
+    names = ("reset_hybrid_ep_buffer", "nccl_ep_finalize")
+    kept = {name: partial(released.append, name) for name in names}
+    monkeypatch.setitem(sys.modules, BUFFERS, SimpleNamespace(**kept))  # type: ignore[arg-type]
+    close_dispatcher(SimpleNamespace())
+    assert released == [*names]
+    monkeypatch.delitem(sys.modules, BUFFERS)
+    close_dispatcher(SimpleNamespace())  # nothing was imported

@@ -133,6 +133,8 @@ def test_refusals(tmp_path: Path, refused, words: str, message: str) -> None:
         ("reference@8", "would ignore a number of SMs"),
         ("train:ncclep:native@24", "would ignore a number of SMs"),
         ("nccl_ep@x", "write a number of SMs after the @"),
+        ("flex_deepep@24", "would ignore a number of SMs"),
+        ("deepep:fused", "unknown subject 'deepep:fused'"),
         ("nccl_ep_library:nccl-extensions+pull_push", "unknown subject"),
         ("experts:native", "unknown subject 'experts:native': there"),
         ("experts:grouped:full_iteration", f"full_iteration: {CPU} full_iteration out"),
@@ -180,6 +182,7 @@ def test_what_the_command_line_names_wins_over_the_file() -> None:
     assert (job.subjects, job.required) == (("reference",), ("reference",))
     assert (job.samples, job.warmup) == (7, 0)
     assert make("models").subjects == tuple(default_names())
+    assert "flex_ncclep" not in default_names()
     assert make("models").timeout_s == 60
     assert make("smoke", subjects="nccl_ep@24").subjects == ("nccl_ep@24",)
 
