@@ -8,6 +8,7 @@ Each case starts its ranks (`scripts/host_ranks.py`) with links of a rate and a 
     ht            dispatch and combine of `native`, exact and static mode, and their backward passes
     hierarchical  the same of `hierarchical`, exact mode, on the same links
     ll            low-latency mode of `native`
+    put           bare puts of a word between kernels (scripts/put_latency.py)
     rounds        `native` with windows for a part of the tokens (docs/network.md)
     timeline      what has arrived when in a dispatch and a combine (scripts/network_timeline.py)
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -104,6 +106,8 @@ class Case:
         config.write_text(json.dumps({"shapes": self.shapes, "timeout_s": 30}))  # JSON is YAML
         if self.part == "timeline":
             return [sys.executable, str(ROOT / "scripts" / "network_timeline.py"), str(folder)]
+        if self.part == "put":
+            return [sys.executable, str(ROOT / "scripts" / "put_latency.py"), str(folder)]
         rank = [sys.executable, str(ROOT / "scripts" / "counted_rank.py"), str(folder)]
         mode = ["--mode", "ll"] if self.part == "ll" else []
         rounds = ["--warmup", "3", "--samples", str(self.samples)]
@@ -124,9 +128,10 @@ def cases() -> list[Case]:
         for rate in links[:2]
         for grid in (pairs, square)
     ]
+    put = [Case("put", grid, links[0], ()) for grid in (pairs, square)]
     rounds = [Case("rounds", pairs, 25.0, tuple(ROUNDS), samples=8)]
     timeline = [Case("timeline", square, rate, (HT[1],)) for rate in links[:2]]
-    return [*ht, *hierarchical, *ll, *rounds, *timeline]
+    return [*ht, *hierarchical, *ll, *put, *rounds, *timeline]
 
 
 def network_of(case: Case) -> dict[str, str]:
@@ -207,6 +212,11 @@ def counted_against_model(
     return {"put": put, "came": came, "refused": refused, "model": expected, "differs": differs}
 
 
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of them do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
 def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
     if case.part == "timeline":
@@ -214,6 +224,9 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
         picture = figures.network_timeline(seen, pages.measured_on(seen))
         (folder / "timeline.svg").write_text(picture)
         return {"timeline": seen["summary"]}
+    if case.part == "put":
+        latencies = json.loads((folder / "put.json").read_text())["latencies_us"]
+        return {"put_us": [quantile(latencies, share) for share in (0.5, 0.99)]}
     bench = json.loads((folder / "bench.json").read_text())
     shapes = bench["low_latency" if case.part == "ll" else "shapes"]
     counters = [json.loads(file.read_text()) for file in sorted(folder.glob("counters-*.json"))]
@@ -246,6 +259,8 @@ def described(result: dict[str, Any]) -> list[str]:
     lines = [f"{result['name']}: {result['problem'] or 'ok'}, {result['seconds']} s"]
     if "timeline" in result:
         lines += [f"  {name}: {value}" for name, value in result["timeline"].items()]
+    if "put_us" in result:
+        lines.append("  us, p50 and p99: {:.1f} {:.1f}".format(*result["put_us"]))
     shapes = result.get("shapes", [])
     lines += [f"  {each['shape']}: {each['problem']}" for each in shapes if each["problem"]]
     measured = [each for each in shapes if not each["problem"]]

@@ -17,6 +17,7 @@ from on_ranks import gathered
 from megatron_ncclep.ranks.pool import RankContext
 
 PLUGIN = os.environ.get("NCCL_NET_PLUGIN", "")
+GATHERED = 64 << 10  # bytes, at most
 pytestmark = [
     pytest.mark.needs_network,
     pytest.mark.limit_s(90),
@@ -25,7 +26,7 @@ pytestmark = [
 
 
 def test_all_to_alls_go_over_the_links(ctx: RankContext, hosts: int) -> None:
-    """Bytes between hosts, and no others, and from GPU to GPU."""
+    """Bytes between hosts, and no others, and those from GPU to GPU."""
     R, num_bytes = ctx.num_ranks, 4 << 20
     source = torch.full((R, num_bytes), ctx.rank, dtype=torch.uint8, device=ctx.device)
     source += torch.arange(R, dtype=torch.uint8, device=ctx.device)[:, None] * 16
@@ -40,6 +41,8 @@ def test_all_to_alls_go_over_the_links(ctx: RankContext, hosts: int) -> None:
     after = net_counters(PLUGIN)
     expected = torch.arange(R, dtype=torch.uint8, device=ctx.device) + 16 * ctx.rank
     assert bool((target == expected[:, None]).all())
-    assert after["bytes"] - before["bytes"] == num_bytes * (R - R // hosts)
+    # What was gathered before may still have been on its way.
+    moved = after["bytes"] - before["bytes"] - num_bytes * (R - R // hosts)
+    assert 0 <= moved < GATHERED
     assert after["direct"] - before["direct"] == after["sends"] - before["sends"]
     gathered(ctx, None)
