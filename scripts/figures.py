@@ -268,12 +268,13 @@ def layer_timeline(us: dict[str, float], measured: str) -> str:
     return canvas.svg()
 
 
-# Curves of the network's timeline: what each counts in a sample, its colour, and its name.
+# Curves of the network's timeline: what each counts in a sample, its colour, and its name.  The last
+# one is dashed, because it mostly lies on another.
 CURVES = (
     (1, BLUES[2], "bytes that have come over the link"),
-    (2, RANKS[0][1], "from the rank's own domain, over NVLink, in place"),
-    (3, "#3b8f5a", "from other domains, in place"),
     (4, "#8b5fb0", "bytes given to the link: rows packed, or the domain's sums made"),
+    (3, "#3b8f5a", "from other domains, in place"),
+    (2, RANKS[0][1], "from the rank's own domain, over NVLink, in place"),
 )
 LEAST_SHARE = 0.05  # a kind with fewer of an operation's rows has no curve
 
@@ -294,7 +295,8 @@ def network_timeline(result: dict[str, Any], measured: str) -> str:
         [*names, (GREY, "bytes over a link that is always busy")]
     ):
         left, low = 24 + 390 * (number % 2), 58 + 20 * (number // 2)
-        canvas.curve([(left, low - 4), (left + 22, low - 4)], colour, dashed=colour == GREY)
+        dashed = number >= len(CURVES) - 1
+        canvas.curve([(left, low - 4), (left + 22, low - 4)], colour, dashed)
         canvas.text(left + 30, low, name, 12.5)
     # Both panels have one scale.
     longest_ms = max(of["samples"][-1][0] for of in result["operations"].values()) * 1e-6
@@ -325,7 +327,7 @@ def network_timeline(result: dict[str, Any], measured: str) -> str:
         for at, colour, _ in CURVES:
             if whole[at] >= LEAST_SHARE * rows:
                 points = [place(s[0], s[at] / whole[at]) for s in of["samples"]]
-                canvas.curve([place(0, 0), *points], colour)
+                canvas.curve([place(0, 0), *points], colour, dashed=at == CURVES[-1][0])
         canvas.line(*place(end_ns, 0), *place(end_ns, 1), GREY)
         x, y = place(end_ns, 0)
         canvas.text(x - 5, y - 8, f"{end_ns * 1e-6:.2f} ms", 12, "end")

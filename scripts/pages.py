@@ -34,6 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 LAYERS = RESULTS / "2026-11-24-1xH100-layers" / "bench.json"
 ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
+NETWORK = RESULTS / "2026-11-27-network" / "timeline.json"
 
 # Subjects of the first two runs, and their names in pages.
 BASELINE = "alltoall_fused"
@@ -172,10 +173,12 @@ def _cell(text: str) -> str:
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
     steps, picture = gains(read(TRAINING), read(LAYERS))
+    seen = json.loads(NETWORK.read_text())
     parts = {"steps": steps, "options": options_table(), "variables": variables_table()}
     drawn = {
         "gains": picture, "data-flow": figures.data_flow(), "over-network": figures.over_network(),
         "layer-timeline": timeline(read(ENGINES)),
+        "network-timeline": figures.network_timeline(seen, measured_on(seen)),
     }  # fmt: skip
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
     for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:
