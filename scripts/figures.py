@@ -268,8 +268,8 @@ def layer_timeline(us: dict[str, float], measured: str) -> str:
     return canvas.svg()
 
 
-# Curves of the network's timeline: what each counts in a sample, its colour, and its name.  The last
-# one is dashed, because it mostly lies on another.
+# Curves of the network's timeline: what each counts in a sample, its colour, and its name.  The
+# last one is dashed, because it mostly lies on another.
 CURVES = (
     (1, BLUES[2], "bytes that have come over the link"),
     (4, "#8b5fb0", "bytes given to the link: rows packed, or the domain's sums made"),
