@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -128,8 +128,7 @@ def main(args: argparse.Namespace) -> int:
         Path(job.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {job.out}: {error.strerror}: give another folder") from error
-    measured = _measure_as_rank(job) if under_torchrun else _measure_in_pool(job)
-    return 0 if under_torchrun and os.environ["RANK"] != "0" else _finish(job, measured)
+    return _write(job, _measure_as_rank(job) if under_torchrun else _measure_in_pool(job))
 
 
 def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
@@ -164,21 +163,20 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     return job
 
 
-def _measure_in_pool(job: Job) -> list[Measured]:
+def _measure_in_pool(job: Job) -> Iterator[Measured]:
     """Start the ranks and measure every shape; if ranks die, only their shape is lost."""
     if job.device == "cuda":
         pool = RankPool(job.ranks, "nccl")
     else:
         pool = RankPool(job.ranks, prepare=import_on_cpu if job.needs_megatron else None)
-    measured: list[Measured] = []
     todo, names, start = job.everything, ", ".join(job.subjects), time.monotonic()
     print(f"{len(todo)} shapes (the first shows how long they take): {names}", flush=True)
     try:
-        for shape in todo:
-            if measured:
-                minutes = (time.monotonic() - start) / 60 * (len(todo) / len(measured) - 1)
+        for number, shape in enumerate(todo):
+            if number:
+                minutes = (time.monotonic() - start) / 60 * (len(todo) / number - 1)
                 left = f"about {minutes:.0f} minutes" if minutes > 1 else "a minute at most"
-                print(f"{len(measured)} of {len(todo)}: {left} to go", flush=True)
+                print(f"{number} of {len(todo)}: {left} to go", flush=True)
             if isinstance(shape, TrainingShape):
                 pool.close()  # no earlier model stays in memory
             try:
@@ -188,13 +186,12 @@ def _measure_in_pool(job: Job) -> list[Measured]:
                 kind = TrainingResult if isinstance(shape, TrainingShape) else ShapeResult
                 found = kind.of(shape, error=_summary(error))
                 found.judge(job.required)
-            measured.append(found)
+            yield found
             # A failure may leave anything behind, such as a capture that never ended.
             if found.error or any(subject.status == "failed" for subject in found.subjects):
                 pool.close()
     finally:
         pool.close()
-    return measured
 
 
 def _summary(error: Exception) -> str:
@@ -204,7 +201,7 @@ def _summary(error: Exception) -> str:
     return "; ".join([*before.strip().splitlines(), *last])
 
 
-def _measure_as_rank(job: Job) -> list[Measured]:
+def _measure_as_rank(job: Job) -> Iterator[Measured]:
     """Measure every shape as one of torchrun's ranks; only rank 0 gets results."""
     backend = "gloo"
     if job.device == "cuda":
@@ -214,14 +211,43 @@ def _measure_as_rank(job: Job) -> list[Measured]:
     try:
         assert dist.group.WORLD is not None  # just made
         context = RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
-        measured = [run(context, job, shape) for shape in job.everything]
+        for shape in job.everything:
+            if found := run(context, job, shape):
+                yield found
     finally:
         dist.destroy_process_group()
-    return [found for found in measured if found is not None]
 
 
-def _finish(job: Job, measured: list[Measured]) -> int:
-    """Write and print the results and return the exit status."""
+def _write(job: Job, measured: Iterable[Measured]) -> int:
+    """Write the results, after each shape, and print them; returns the exit status.
+
+    A run that is stopped leaves the results of the shapes before.
+    """
+    result, text, so_far = dict[str, Any](), "", list[Measured]()
+    as_json, as_text, as_plot = (Path(job.out, f"bench.{kind}") for kind in ("json", "txt", "png"))
+    for found in measured:
+        so_far.append(found)
+        result = _result(job, so_far)
+        results.save(result, as_json)
+        text = table.render(result)
+        as_text.write_text(text, encoding="utf-8")
+    if not so_far:  # not rank 0
+        return 0
+    print(f"\n{text}", flush=True)
+    written = f"written: {as_json}, {as_text}"
+    try:
+        plot.draw(result, as_plot)
+        written += f", {as_plot}"
+    except EpError as error:
+        print(error)
+    print(written)
+    for failure in result["failures"]:
+        print(f"ncclep bench: {failure}", file=sys.stderr)
+    return 1 if result["failures"] else 0
+
+
+def _result(job: Job, measured: Sequence[Measured]) -> dict[str, Any]:
+    """The contents of bench.json."""
     result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -236,21 +262,7 @@ def _finish(job: Job, measured: list[Measured]) -> int:
     for found in measured:
         name = "trainings" if isinstance(found, TrainingResult) else of_shapes
         result[name].append(dataclasses.asdict(found))
-    as_json, as_text, as_plot = (Path(job.out, f"bench.{kind}") for kind in ("json", "txt", "png"))
-    results.save(result, as_json)
-    text = table.render(result)
-    as_text.write_text(text, encoding="utf-8")
-    print(f"\n{text}", flush=True)
-    written = f"written: {as_json}, {as_text}"
-    try:
-        plot.draw(result, as_plot)
-        written += f", {as_plot}"
-    except EpError as error:
-        print(error)
-    print(written)
-    for failure in result["failures"]:
-        print(f"ncclep bench: {failure}", file=sys.stderr)
-    return 1 if result["failures"] else 0
+    return result
 
 
 def run(context: RankContext, job: Job, shape: Shape | TrainingShape) -> Measured | None:

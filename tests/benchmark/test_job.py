@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_ncclep.benchmark.job import (
     known_variant,
     split_name,
 )
+from megatron_ncclep.benchmark.result import Measured, ShapeResult
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
@@ -232,3 +235,18 @@ def test_on_gpus_graphs_hold_what_is_measured() -> None:
     assert job.subjects == ("native", "nccl_ep_library")
     with pytest.raises(InputError, match=r"graphs can hold: native, nccl_ep_library,"):
         Job.make(parsed("--mode", "ll", "--subjects", "reference"), 2, "cuda")
+
+
+def test_a_run_that_is_stopped_leaves_the_shapes_before(tmp_path: Path) -> None:
+    shape = shapes.load("smoke").shapes[0]
+
+    def measured() -> Iterator[Measured]:
+        yield ShapeResult.of(shape)
+        raise KeyboardInterrupt
+
+    job = Job.make(parsed("--out", str(tmp_path)), 2, "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        command._write(job, measured())
+    (found,) = json.loads((tmp_path / "bench.json").read_text())["shapes"]
+    assert found["shape"]["name"] == shape.name
+    assert shape.name in (tmp_path / "bench.txt").read_text()
