@@ -128,6 +128,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (4,), "tests/contract", hosts=2, network="loop"),
         Step("native", (4,), "tests/contract", hosts=4, network="loop"),
         Step("native", (8,), "tests/contract", hosts=2, network="loop"),
+        Step("native", (8,), "tests/contract", hosts=8, network="loop"),
         *(
             Step("native", (4,), f"{RANDOM} 250 --seed {seed}", hosts=2, network="loop")
             for seed in range(4)  # in one step they would take longer than a step may
@@ -138,6 +139,7 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (4,), FAULTS, hosts=2, network="loop", mps=False),
         Step("native", (2,), "tests/gpu/test_gpu_inference.py", hosts=2, network="loop"),
         Step("native", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2, network="loop"),
+        Step("native", (4,), "tests/gpu/test_gpu_reruns.py -k auto", hosts=2, network="loop"),
     ],
     "layers": [
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
