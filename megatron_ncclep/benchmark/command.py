@@ -385,6 +385,8 @@ class _ShapeRun:
             self._check(entry, "before timing")
             if result.status == "wrong":
                 entry.subject.close()
+        if result.status != "ok":
+            ranks.step(f"{name} is left out: {result.status}: {result.reason}")
         return entry
 
     def _check(self, entry: _Entry, when: str) -> None:

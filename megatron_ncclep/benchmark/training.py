@@ -209,6 +209,7 @@ class TrainingRun:
             model.close(engines=status == "ok")
         if status != "ok":
             entry.result.fail(status, f"{what}: {reason}")
+            self._ranks.step(f"{entry.result.name} is left out: {status}: {reason}")
 
     def _finish(self, entry: _Entry, control: Curve, tokens: int) -> None:
         """Compare a subject with the control, and summarise it over the ranks.  Collective."""

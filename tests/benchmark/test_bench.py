@@ -220,6 +220,7 @@ def test_what_is_wrong_or_cannot_run_is_a_failure_and_not_timed(broken: Done) ->
     assert "wrong: WRONG: before timing: dispatch: rank 1, rows[5, 3] " in broken.stdout
     assert "experts-8: wrong wrong: before timing" in broken.stderr
     assert "experts-8: nccl_ep_library was requested and cannot run" in broken.stderr
+    assert "experts-8: nccl_ep_library is left out: unavailable: " in broken.stderr
 
 
 def test_a_rank_that_raises_or_hangs(broken: Done) -> None:
