@@ -309,7 +309,7 @@ def described() -> str:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = machine(device, 1) | versions(device)
-    found.pop("ranks_per_gpu")  # differs from step to step
+    found.pop("ranks_per_gpu", None)  # differs from step to step
     return "\n".join(f"{name}: {value}" for name, value in found.items())
 
 
