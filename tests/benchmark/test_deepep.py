@@ -40,7 +40,9 @@ class Played:
     num_bytes = 0
 
     def __init__(self, work: Workload, **faults: Any) -> None:
-        self._work, self._faults, self.sms = work, faults, set[Any]()
+        same = lambda *result: result  # noqa: E731
+        self._work, self.sms = work, set[Any]()
+        self._faults = {"dispatch": same, "combine": same, **faults}
         self.get_theoretical_num_sms = lambda num_experts, num_topk: SMS
 
     def dispatch(self, x: torch.Tensor, *, handle: Any = None, **options: Any) -> Any:
@@ -55,24 +57,20 @@ class Played:
         if handle is None:
             mixed = torch.randperm(len(rows))
             handle = mixed[torch.repeat_interleave(table.padded)[mixed].argsort(stable=True)]
-        rows, w = rows[handle], w[handle]
-        if "dispatch" in self._faults:
-            rows, w = self._faults["dispatch"](rows, w)
+        rows, w = self._faults["dispatch"](rows[handle], w[handle])
         return rows, None, w, handle, None
 
     def combine(self, x: torch.Tensor, *, handle: Any, topk_weights: Any, **options: Any) -> Any:
         work, every_w = self._work, None
         self.sms.add(options.get("num_sms"))
-        every = [
-            rows.float()
-            for rows in work.every(shapes.Y if topk_weights is None else shapes.GRAD_ROWS)
-        ]
+        kind = shapes.Y if topk_weights is None else shapes.GRAD_ROWS
+        every = [rows.float() for rows in work.every(kind)]
         every[RANK].index_copy_(0, handle, x.float())
         if topk_weights is not None:
             every_w = work.every(shapes.GRAD_WEIGHTS)
             every_w[RANK].index_copy_(0, handle, topk_weights)
         sums = table_combine(work.tables, list(CASE.tokens), RANK, CASE.top_k, every, every_w)
-        out, w = self._faults["combine"](*sums) if "combine" in self._faults else sums
+        out, w = self._faults["combine"](*sums)
         return out.bfloat16(), w, None
 
     def dispatch_with_permute(self, *, hidden: torch.Tensor, **options: Any) -> Any:
