@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -253,23 +252,6 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
         assert ("sm_100" in extension.architectures()) == (extension.cuda_version() >= (12, 8))
     elif extension.unavailable_reason() is not None:
         assert "CUDA toolkit" in str(extension.unavailable_reason())
-
-
-def test_installed_package_finds_its_configs(tmp_path: Path):
-    """As when installed, configs/ is inside; a configs/ next to the package is not ours."""
-    shutil.copytree(PACKAGE, tmp_path / "megatron_ncclep")
-    shutil.copytree(ROOT / "configs", tmp_path / "megatron_ncclep" / "configs")
-    (tmp_path / "configs" / "cluster").mkdir(parents=True)
-    code = "from megatron_ncclep.cli.config_files import folder, names; "
-    code += "print(folder(), *names('cluster'))"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
-        text=True, capture_output=True, timeout=patient(60),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    folder, *names = done.stdout.split()
-    assert folder == str(tmp_path / "megatron_ncclep" / "configs")
-    assert names == sorted(path.stem for path in ROOT.glob("configs/cluster/*.yaml"))
 
 
 def lines_of(paths: Iterable[Path]) -> int:
