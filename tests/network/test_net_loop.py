@@ -10,11 +10,11 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures import closed
 from fork_server import ForkServer
 from loop import NET_COUNTERS, build, net_counters
 from patience import patient
@@ -168,11 +168,7 @@ def what_is_wrong_is_an_error(plugin: str) -> None:
     me.close()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("test_net_loop")
-    yield server
-    server.close()
+server = closed(lambda: ForkServer("test_net_loop"), "module")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures import closed
 from fork_server import ForkServer
 from loop import COUNTERS, build, counters
 from patience import patient
@@ -224,13 +225,7 @@ def memory_that_is_not_registered(plugin: str) -> None:
     me.close()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("test_rma_loop")
-    yield server
-    server.close()
-
-
+server = closed(lambda: ForkServer("test_rma_loop"), "module")
 YES, NO = True, False
 
 
