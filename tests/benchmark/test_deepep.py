@@ -53,10 +53,12 @@ class Played:
         assert torch.equal(x, sent[RANK])
         rows, w = table_dispatch(table, sent, work.every(shapes.WEIGHTS))
         assert w is not None
-        w = w.masked_fill(table.token_of_row < 0, float("nan"))  # padding: anything may be there
+        is_padding = table.token_of_row < 0
+        w = w.masked_fill(is_padding, float("nan"))  # anything may be there
         if handle is None:
-            mixed = torch.randperm(len(rows))
-            handle = mixed[torch.repeat_interleave(table.padded)[mixed].argsort(stable=True)]
+            mixed = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+            key = torch.repeat_interleave(table.padded) * 2 + is_padding  # which ends a block
+            handle = mixed[key[mixed].argsort(stable=True)]
         rows, w = self._faults["dispatch"](rows[handle], w[handle])
         return rows, None, w, handle, None
 
