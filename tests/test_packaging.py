@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -24,11 +23,11 @@ PACKAGE = ROOT / "megatron_ncclep"
 # Harness is all of tests/ but test_*.py; a folder is one of the package or of csrc/.  The limits on
 # lines fall, unless a new feature needs its tests.  Tests of kernels over a network, and the
 # networks that they run on, have a limit of their own.
-MOST_HARNESS_LINES, MOST_TEST_LINES = 9_713, 33_378
-MOST_NETWORK_LINES = 1_933
+MOST_HARNESS_LINES, MOST_TEST_LINES = 9_698, 33_108
+MOST_NETWORK_LINES = 3_750
 MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 4_912, 15
 MOST_FILES_OF_A_FOLDER = 12
-NETWORK = re.compile(r"tests/network/|tests/native/.*network|test_gpu_network\.py")
+NETWORK = re.compile(r"tests/network/|tests/native/.*network|test_gpu_(network|links)\.py")
 
 # docs/architecture.md: imports point only to what is to the left or in the same column.
 LAYERS = ("base", "libraries", "ranks", "engines", "steps", "integration", "tools")
@@ -253,23 +252,6 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
         assert ("sm_100" in extension.architectures()) == (extension.cuda_version() >= (12, 8))
     elif extension.unavailable_reason() is not None:
         assert "CUDA toolkit" in str(extension.unavailable_reason())
-
-
-def test_installed_package_finds_its_configs(tmp_path: Path):
-    """As when installed, configs/ is inside; a configs/ next to the package is not ours."""
-    shutil.copytree(PACKAGE, tmp_path / "megatron_ncclep")
-    shutil.copytree(ROOT / "configs", tmp_path / "megatron_ncclep" / "configs")
-    (tmp_path / "configs" / "cluster").mkdir(parents=True)
-    code = "from megatron_ncclep.cli.config_files import folder, names; "
-    code += "print(folder(), *names('cluster'))"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
-        text=True, capture_output=True, timeout=patient(60),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    folder, *names = done.stdout.split()
-    assert folder == str(tmp_path / "megatron_ncclep" / "configs")
-    assert names == sorted(path.stem for path in ROOT.glob("configs/cluster/*.yaml"))
 
 
 def lines_of(paths: Iterable[Path]) -> int:

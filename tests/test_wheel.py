@@ -178,8 +178,8 @@ from megatron.core.transformer import transformer_config
 accepted = str(transformer_config.TransformerConfig.__dataclass_fields__[
     "moe_token_dispatcher_type"].type)
 spec = importlib.util.find_spec("megatron_ncclep")
-print("ncclep" in accepted, os.path.dirname(spec.origin))
-from megatron_ncclep.cli import main
+from megatron_ncclep.cli import config_files, main
+print("ncclep" in accepted, os.path.dirname(spec.origin), config_files.folder())
 sys.exit(main(["doctor", "--json"]))
 """
 
@@ -203,6 +203,7 @@ def test_an_installed_wheel_works_and_leaves_nothing_behind(
     python = home / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "others.pth").write_text(f"{others}\n")
+    (site / "configs" / "cluster").mkdir(parents=True)  # next to the package, and not its own
     # This tree on PYTHONPATH would be an installation too.
     clean = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "", "NCCLEP_AUTOLOAD": "1"}
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
@@ -214,7 +215,7 @@ def test_an_installed_wheel_works_and_leaves_nothing_behind(
     run(*pip, "install", "--no-index", "--no-deps", built.wheel, **clean)
     assert run(home / "bin" / "ncclep", "--version", **clean).strip() == __version__
     hooked, _, report = run(python, "-c", LOOK, **clean).partition("\n")
-    assert hooked == f"True {site / 'megatron_ncclep'}"
+    assert hooked == f"True {site / 'megatron_ncclep'} {site / 'megatron_ncclep' / 'configs'}"
     findings = {finding["subject"]: finding for finding in json.loads(report)}
     assert findings["megatron_ncclep"]["value"].startswith(f"{__version__} in {site}")
     assert findings["extension"]["value"].startswith("built for " if EXTENSIONS else "none: ")

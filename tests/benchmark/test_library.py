@@ -1,4 +1,4 @@
-"""NVIDIA's library in the benchmark: which one a name means, and the order of its rows."""
+"""NVIDIA's library in the benchmark: which one a name means.  Its rows: test_deepep.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from megatron_ncclep.benchmark import Setting, UnavailableError, engines
-from megatron_ncclep.benchmark.engines import LibrarySubject, places
-from megatron_ncclep.benchmark.shapes import Workload, X
+from megatron_ncclep.benchmark.engines import LibrarySubject
+from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
 from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.table_oracle import table_dispatch
 
 RANK = 1
 CASE = Case("yardstick", (20, 30, 25), hidden=24, num_experts=6, top_k=3, alignment=16)
@@ -32,20 +31,6 @@ def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> 
     monkeypatch.setattr(engines.EpGroup, "of", lambda group: group)
     group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
     return Setting(rank, 2, "cpu", 60.0, lambda: group)
-
-
-def test_rows_of_an_expert_may_lie_in_any_order() -> None:
-    """And in no other expert's block; test_bench_shapes.py has the check of what follows."""
-    work = Workload(CASE, RANK)
-    table = work.tables[RANK]
-    expected, _ = table_dispatch(table, work.every(X))
-    block = torch.repeat_interleave(table.padded)
-    order = torch.randperm(len(block), generator=torch.Generator().manual_seed(0))
-    rows = expected[order[block[order].argsort(stable=True)]]
-    assert not torch.equal(rows, expected)
-    assert torch.equal(rows[places(work, RANK, rows)], expected)
-    rows[[0, -1]] = rows[[-1, 0]]
-    assert not torch.equal(rows[places(work, RANK, rows)], expected)
 
 
 @pytest.mark.parametrize(

@@ -127,14 +127,17 @@ def assert_all_steps(cases: list[Case], results: list[list[list[torch.Tensor]]])
         assert_steps(case, ENGINE, list(of_ranks))
 
 
-@pytest.mark.parametrize("local_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("local_ranks", "chunks"), [(1, None), (2, None), (4, None), (2, 1), (2, 2), (2, 3)]
+)
 def test_every_step_is_the_oracles(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, local_ranks: int, chunks: int | None
 ) -> None:
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
     cases = possible_cases(4)
     assert ranks_on_node(4) == local_ranks
-    assert_all_steps(cases, pool.run(in_grid, local_ranks, every_case_on_rank, cases, ranks=4))
+    results = pool.run(in_grid, local_ranks, every_case_on_rank, cases, chunks, ranks=4)
+    assert_all_steps(cases, results)
 
 
 @pytest.mark.parametrize("local_ranks", [1, 2])
@@ -216,13 +219,6 @@ def test_the_ranks_of_a_node_are_in_the_step_of_the_group(ctx: RankContext) -> N
 
 
 # --- chunks --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_chunks_change_no_bit(pool: RankPool, monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
-    cases = possible_cases(4)
-    assert_all_steps(cases, pool.run(in_grid, 2, every_case_on_rank, cases, chunks, ranks=4))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def held() -> dict[str, Any]:
     """What this process holds after a garbage collection."""
     for _ in range(2):
         gc.collect()
-    files = [re.sub(r"\d+", "N", str(file.readlink())) for file in open_files()]
+    # Without the descriptor of the folder that is being read.
+    links = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    files = [re.sub(r"\d+", "N", str(link.readlink())) for link in links]
     kinds = Counter(type(thing) for thing in gc.get_objects())
     libc, process = ctypes.CDLL(None), psutil.Process()
     libc.mallinfo2.restype = Heap
@@ -158,8 +160,3 @@ def held() -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info()
         found |= {"device": torch.cuda.memory_allocated(), "device_used": total - free}
     return found
-
-
-def open_files() -> list[Path]:
-    """The open descriptors but that of the folder that is being read."""
-    return [file for file in Path("/proc/self/fd").iterdir() if file.exists() or file.is_symlink()]

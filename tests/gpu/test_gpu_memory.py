@@ -20,6 +20,7 @@ import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
 from megatron_setup import ep_config
 from needs import needs_te
+from test_gpt_model import full, selective
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.ranks.pool import RankContext
@@ -45,10 +46,6 @@ def saving(name: str, options: dict[str, Any]) -> ModelCase:
     return ModelCase(name, options, SIZES, dtype=torch.bfloat16, **how)
 
 
-def selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
 def offloaded(*modules: str) -> dict[str, Any]:
     return {
         "fine_grained_activation_offloading": True,
@@ -57,7 +54,6 @@ def offloaded(*modules: str) -> dict[str, Any]:
     }
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED = {"moe_shared_expert_intermediate_size": 256}
 # Options that make another model or name its weights otherwise: alltoall has them, too.
 MODELLED = (*SHARED, "use_transformer_engine_op_fuser")
@@ -71,7 +67,7 @@ CASES = [
         "recompute-beside",
         {**SHARED, **selective("moe_act", "layernorm"), "moe_shared_expert_overlap": True},
     ),
-    saving("recompute-all", FULL),
+    saving("recompute-all", full("uniform")),
     # The rows that dispatch delivers are freed as soon as they are on the host.
     saving("offload", offloaded("expert_fc1", "moe_act", "mlp_norm")),
     saving("offload-attention", offloaded(*ATTENTION)),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron_setup import build_layer, ep_config, initialize, make_config
 from needs import needs_te
+from test_gpu_memory import HIDDEN, SIZES
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
@@ -22,29 +23,16 @@ from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 # About half a second, in which the host has long queued, and dropped, what the test is about.
 SLOW_CYCLES = 1_000_000_000
-SEQUENCE, HIDDEN = 256, 512
+SEQUENCE = 256
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
-
-
-LOCAL: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": HIDDEN,
-    "moe_ffn_hidden_size": HIDDEN // 2,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "bias_activation_fusion": True,
-}
-TE = {
-    **LOCAL,
-    "moe_grouped_gemm": True,
-    "gradient_accumulation_fusion": True,
-    "use_cpu_initialization": False,
-}
+# What needs TransformerEngine.
+OF_TE = ("moe_grouped_gemm", "gradient_accumulation_fusion", "use_cpu_initialization")
+LOCAL = {name: value for name, value in SIZES.items() if name not in OF_TE}
 
 
 def scheduled(name: str, options: dict[str, Any], te: bool = True) -> ModelCase:
     how = {"te": te, "sequence": SEQUENCE, "micro_batches": 3, "dtype": torch.bfloat16}
-    return ModelCase(name, options, TE if te else LOCAL, **how)
+    return ModelCase(name, options, SIZES if te else LOCAL, **how)
 
 
 CASES = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from fixtures import closed
 from imports import import_megatron_on_cpu
@@ -9,6 +12,7 @@ from patience import PatientPool
 
 from megatron_ncclep.ranks.pool import RankPool
 
+sys.path.append(str(Path(__file__).parents[1] / "contract"))  # test_nodes_static.py
 # Megatron generates text with kernels of Triton's, which runs them on a CPU if told so early.
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
 

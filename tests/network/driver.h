@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <type_traits>
 
 struct Driver {
@@ -62,10 +61,8 @@ struct Driver {
   int (*unmap)(Address, std::size_t);
   int (*set_access)(Address, std::size_t, const Access*, std::size_t);
 
-  // RMA_LOOP_DRIVER: another library, for tests without a GPU.
   bool open() {
-    const char* const other = getenv("RMA_LOOP_DRIVER");
-    void* library = dlopen(other ? other : "libcuda.so.1", RTLD_NOW);
+    void* library = dlopen("libcuda.so.1", RTLD_NOW);
     const auto find = [&](const char* name, auto& function) {
       void* found = library ? dlsym(library, name) : nullptr;
       function = reinterpret_cast<std::decay_t<decltype(function)>>(found);

@@ -20,7 +20,16 @@ def build() -> Path:
 
     Return its path, for NCCL_RMA_PLUGIN; see also `variables_of_messages`.
     """
-    return _library("libnccl-rma-loop.so", "rma_loop.cpp", "net_loop.cpp")
+    name = "libnccl-rma-loop.so"
+    sources = [HERE / file for file in ("rma_loop.cpp", "net_loop.cpp")]
+    options = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
+
+    def make(folder: Path) -> None:
+        target = ["-shared", "-fPIC", *sources, "-o", folder / name, "-ldl", "-pthread"]
+        run_all([[COMPILER, *options, *target]])
+
+    inputs = [*sources, *sorted(HERE.glob("*.h")), version_of(COMPILER), *options]
+    return cached(Path(name).stem, inputs, make) / name
 
 
 def variables_of_messages(plugin: Path) -> dict[str, str]:
@@ -31,23 +40,6 @@ def variables_of_messages(plugin: Path) -> dict[str, str]:
         "NCCL_NET_GDR_READ": "1",
         "NCCL_P2P_NET_CHUNKSIZE": str(1 << 20),
     }
-
-
-def build_fake_driver() -> Path:
-    """Compile the stand-in for CUDA's driver; return its path, for RMA_LOOP_DRIVER."""
-    return _library("libfake-driver.so", "fake_driver.cpp")
-
-
-def _library(name: str, *files: str) -> Path:
-    sources = [HERE / file for file in files]
-    options = ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
-
-    def make(folder: Path) -> None:
-        target = ["-shared", "-fPIC", *sources, "-o", folder / name, "-ldl", "-pthread"]
-        run_all([[COMPILER, *options, *target]])
-
-    inputs = [*sources, *sorted(HERE.glob("*.h")), version_of(COMPILER), *options]
-    return cached(Path(name).stem, inputs, make) / name
 
 
 def counters(plugin: Path | str) -> dict[str, int]:

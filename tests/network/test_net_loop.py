@@ -10,15 +10,15 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures import closed
 from fork_server import ForkServer
-from loop import NET_COUNTERS, build, build_fake_driver, net_counters
+from loop import NET_COUNTERS, build, net_counters
 from patience import patient
-from plugin_rank import GPU, HOST, PluginError, PluginRank
+from plugin_rank import HOST, PluginError, PluginRank
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the test network")
 
@@ -59,11 +59,10 @@ class NetRank(PluginRank):
         self.call("close_listener", listener)
 
     def add_memory(
-        self, connection: ctypes.c_void_p, num_bytes: int, kind: int | None = None,
-        is_shared: bool = True,
-    ) -> tuple[np.ndarray, ctypes.c_void_p]:  # fmt: skip
-        data, kind = self.allocate(num_bytes, is_shared, kind)
-        return data, self.made("add_memory", connection, data.ctypes.data, num_bytes, kind)
+        self, connection: ctypes.c_void_p, num_bytes: int
+    ) -> tuple[np.ndarray, ctypes.c_void_p]:
+        data = np.zeros(num_bytes, np.uint8)
+        return data, self.made("add_memory", connection, data.ctypes.data, num_bytes, HOST)
 
     def send(self, memory: tuple[np.ndarray, Any], at: int, size: int) -> ctypes.c_void_p:
         data, registered = memory
@@ -120,15 +119,11 @@ def messages_arrive_in_order(plugin: str) -> None:
     for number in range(len(sizes) - 8, len(sizes)):
         assert me.wait(sends[number]) == sizes[number]
         check(me, got[0], receives, number, sizes, room, before)
-    direct = np.count_nonzero(sizes) if me.is_direct else 0
-    assert net_counters(plugin) == dict(
-        zip(NET_COUNTERS, (len(sizes), sum(sizes), direct), strict=True)
-    )
+    expected = dict(zip(NET_COUNTERS, (len(sizes), sum(sizes), 0), strict=True))
+    assert net_counters(plugin) == expected
     me.gather(None)
-    # The allocations of the test have a file each.
-    assert len(os.listdir("/proc/self/fd")) == files + (0 if me.driver is None else 2)
+    assert len(os.listdir("/proc/self/fd")) == files
     me.close()
-    assert me.driver is None or me.driver.fake_num_mappings() == 2
 
 
 def check(
@@ -158,25 +153,6 @@ def a_link_takes_its_time(plugin: str) -> None:
     me.close()
 
 
-def memory_of_all_kinds(plugin: str) -> None:
-    """Only messages between memories of GPUs that can be shared go directly."""
-    me = NetRank(plugin, {})
-    kinds = [(GPU, True), (GPU, False), (HOST, True)]
-    sources, targets = (
-        [me.add_memory(connection, 600_000, kind, shared) for kind, shared in kinds]
-        for connection in (me.sender, me.receiver)
-    )
-    for i, source in enumerate(sources):
-        for j, target in enumerate(targets):
-            source[0][:] = 10 * i + j + 1
-            request = me.receive(target, 1000, 400_000)
-            sent = me.send(source, 500, 400_000)
-            assert me.wait(request) == me.wait(sent) == 400_000
-            assert (target[0][1000:401_000] == 10 * i + j + 1).all()
-    assert net_counters(plugin)["direct"] == 2
-    me.close()
-
-
 def what_is_wrong_is_an_error(plugin: str) -> None:
     me = NetRank(plugin, {})
     sent, got = me.add_memory(me.sender, 100), me.add_memory(me.receiver, 100)
@@ -192,28 +168,19 @@ def what_is_wrong_is_an_error(plugin: str) -> None:
     me.close()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("test_net_loop")
-    yield server
-    server.close()
+server = closed(lambda: ForkServer("test_net_loop"), "module")
 
 
 @pytest.mark.parametrize(
-    ("scenario", "num_ranks", "memory"),
+    ("scenario", "num_ranks"),
     [
-        ("messages_arrive_in_order", 1, "gpu"),
-        ("messages_arrive_in_order", 3, "host"),
-        ("messages_arrive_in_order", 3, "gpu"),
-        ("messages_arrive_in_order", 3, "gpu-staged"),
-        ("a_link_takes_its_time", 2, "gpu"),
-        ("memory_of_all_kinds", 2, "gpu"),
-        ("what_is_wrong_is_an_error", 2, "host"),
+        ("messages_arrive_in_order", 1),
+        ("messages_arrive_in_order", 3),
+        ("a_link_takes_its_time", 2),
+        ("what_is_wrong_is_an_error", 2),
     ],
 )
-def test_the_network(scenario: str, num_ranks: int, memory: str, server: ForkServer) -> None:
-    environment = {} if memory == "host" else {"RMA_LOOP_DRIVER": str(build_fake_driver())}
-    environment |= {"RMA_LOOP_STAGED": "1"} if memory == "gpu-staged" else {}
+def test_the_network(scenario: str, num_ranks: int, server: ForkServer) -> None:
     function = (f"test_net_loop:{scenario}", [str(build())])
-    ended = server.run(*function, num_ranks, patient(60.0), **environment)
+    ended = server.run(*function, num_ranks, patient(60.0))
     assert [end.exit_code for end in ended] == [0] * num_ranks, [end.output for end in ended]

@@ -10,16 +10,16 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures import closed
 from fork_server import ForkServer
-from loop import COUNTERS, build, build_fake_driver, counters
+from loop import COUNTERS, build, counters
 from patience import patient
-from plugin_rank import GPU, HOST, PluginError, PluginRank
+from plugin_rank import HOST, PluginError, PluginRank
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the test network")
 
@@ -57,24 +57,22 @@ class Rank(PluginRank):
         self.call("close_listener", listener)
         self.context = self.made("create_context", self.group, None)
         self.data, self.region = self.add_region(num_bytes)
-        self.signals, self.signal_region = self.add_region(8, NEVER_RESET, is_shared=False)
+        self.signals, self.signal_region = self.add_region(8, NEVER_RESET)
         self.gather(None)
 
-    def add_region(
-        self, num_bytes: int, flags: int = 0, is_shared: bool = True, kind: int | None = None
-    ) -> tuple[np.ndarray, ctypes.c_void_p]:
-        """New memory (see `allocate`) and its registration; all ranks register in one order."""
-        data, kind = self.allocate(num_bytes, is_shared, kind)
+    def add_region(self, num_bytes: int, flags: int = 0) -> tuple[np.ndarray, ctypes.c_void_p]:
+        """New memory and its registration; all ranks register in one order."""
+        data = np.zeros(num_bytes, np.uint8)
         address = ctypes.c_void_p(data.ctypes.data)
-        return data, self.made("add_region", self.group, address, num_bytes, kind, flags)
+        return data, self.made("add_region", self.group, address, num_bytes, HOST, flags)
 
     def put(
         self, rank: int, to: int, from_: int, size: int, value: int = 1,
-        region: Any = None, signal_at: int = 0, source: Any = None,
+        region: Any = None, signal_at: int = 0,
     ) -> ctypes.c_void_p:  # fmt: skip
         """Put bytes of this rank's data into another's, then add to its signal."""
         return self.made(
-            "put_signal", self.context, 0, from_, source or self.region, size,
+            "put_signal", self.context, 0, from_, self.region, size,
             to, region or self.region, rank, signal_at, self.signal_region, value, ADD, True,
         )  # fmt: skip
 
@@ -93,7 +91,7 @@ class Rank(PluginRank):
 
     def step(self) -> None:
         """Let everything that moves without a delay arrive, and be known to.  Collective."""
-        for _ in range(8):  # copies of the stand-in's take three
+        for _ in range(3):
             self.call("progress", self.context)
             self.gather(None)
 
@@ -150,8 +148,7 @@ def every_message_arrives(plugin: str) -> None:
         assert (into[sender * one :][:one] == random.integers(0, 256, one, np.uint8)).all()
     me.until(lambda: not requests or (me.is_done(requests[0]) and not requests.pop(0)))
     num_bytes = num_ranks * one
-    direct = num_bytes if me.is_direct else 0
-    expected = (num_ranks * len(sizes), num_bytes, direct, num_bytes, 0)
+    expected = (num_ranks * len(sizes), num_bytes, 0, num_bytes, 0)
     assert counters(plugin) == dict(zip(COUNTERS, expected, strict=True))
     me.close()
 
@@ -228,96 +225,10 @@ def memory_that_is_not_registered(plugin: str) -> None:
     me.close()
 
 
-def regions_of_all_kinds(plugin: str) -> None:
-    """Bytes go between them all; only those between memories that can be shared go directly."""
-    me = Rank(plugin, 64, {})
-    kinds = [(GPU, True), (GPU, False), (HOST, True)]
-    regions = [me.add_region(600_000, is_shared=shared, kind=kind) for kind, shared in kinds]
-    other, total = 1 - me.rank, 0
-    for i, (source, source_region) in enumerate(regions):
-        for j, (target, target_region) in enumerate(regions):
-            source[:300_000] = 10 * i + j + me.rank + 1
-            me.put(other, 300_000, 0, 300_000, region=target_region, source=source_region)
-            total += 1
-            me.until(lambda total=total: me.signal() == total)
-            assert (target[300_000:] == 10 * i + j + other + 1).all()
-            assert not target[:300_000].any() or target is source or j < i
-            me.gather(None)
-    assert counters(plugin)["direct"] == 600_000  # from both memories of the GPU to the first
-    me.close()
-
-
-def memory_is_given_back(plugin: str) -> None:
-    """A region that is removed keeps neither memory nor a file, of its own or of a peer's."""
-    me = Rank(plugin, 64, {})
-
-    def held() -> tuple[int, int]:
-        return me.driver.fake_num_mappings(), len(os.listdir("/proc/self/fd"))
-
-    before = held()
-    for turn in range(5):
-        data, region = me.add_region(1 << 20)
-        # Its own memory and file, and the others' memory.
-        assert held() == (before[0] + turn + me.num_ranks, before[1] + turn + 1)
-        data[:8] = me.rank
-        for rank in range(me.num_ranks):
-            me.put(rank, 8 + me.rank, 0, 1, region=region, source=region)
-        due = (turn + 1) * me.num_ranks
-        me.until(lambda due=due: me.signal() == due)
-        assert data[8 : 8 + me.num_ranks].tolist() == list(range(me.num_ranks))
-        me.gather(None)
-        me.call("remove_region", me.group, region)
-        assert held() == (before[0] + turn + 1, before[1] + turn + 1)
-    me.close()
-    # What the test itself allocated.
-    assert me.driver.fake_num_mappings() == 2 + 5
-
-
-@pytest.fixture(scope="module")
-def plugin() -> Path:
-    return build()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("test_rma_loop")
-    yield server
-    server.close()
-
-
+server = closed(lambda: ForkServer("test_rma_loop"), "module")
 YES, NO = True, False
 
 
-# Variables of all ranks.
-MEMORIES = {
-    "host": {},
-    "gpu": {"RMA_LOOP_DRIVER": ""},
-    "gpu-staged": {"RMA_LOOP_DRIVER": "", "RMA_LOOP_STAGED": "1"},
-}
-
-
-@pytest.fixture(scope="module")
-def environments() -> dict[str, dict[str, str]]:
-    driver = str(build_fake_driver())
-    return {
-        name: {key: value or driver for key, value in variables.items()}
-        for name, variables in MEMORIES.items()
-    }
-
-
-def run(
-    scenario: str, num_ranks: int, arguments: list[Any], server: ForkServer,
-    plugin: Path, environment: dict[str, str],
-) -> None:  # fmt: skip
-    """Run it on all ranks; nothing is left in shared memory."""
-    before = set(os.listdir("/dev/shm"))
-    function = (f"test_rma_loop:{scenario}", [str(plugin), *arguments])
-    ended = server.run(*function, num_ranks, patient(120.0), **environment)
-    assert [end.exit_code for end in ended] == [0] * num_ranks, [end.output for end in ended]
-    assert [name for name in set(os.listdir("/dev/shm")) - before if "rma" in name] == []
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     ("scenario", "num_ranks", "arguments"),
     [
@@ -332,17 +243,11 @@ def run(
     ],
 )
 def test_the_network(
-    scenario: str, num_ranks: int, arguments: list[Any], memory: str, server: ForkServer,
-    plugin: Path, environments: dict[str, dict[str, str]],
-) -> None:  # fmt: skip
-    run(scenario, num_ranks, arguments, server, plugin, environments[memory])
-
-
-@pytest.mark.parametrize(
-    ("scenario", "num_ranks"), [("regions_of_all_kinds", 2), ("memory_is_given_back", 3)]
-)
-def test_memory_of_a_gpu(
-    scenario: str, num_ranks: int, server: ForkServer, plugin: Path,
-    environments: dict[str, dict[str, str]],
-) -> None:  # fmt: skip
-    run(scenario, num_ranks, [], server, plugin, environments["gpu"])
+    scenario: str, num_ranks: int, arguments: list[Any], server: ForkServer
+) -> None:
+    """On all ranks; nothing is left in shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    function = (f"test_rma_loop:{scenario}", [str(build()), *arguments])
+    ended = server.run(*function, num_ranks, patient(120.0))
+    assert [end.exit_code for end in ended] == [0] * num_ranks, [end.output for end in ended]
+    assert [name for name in set(os.listdir("/dev/shm")) - before if "rma" in name] == []

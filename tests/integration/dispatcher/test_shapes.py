@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from layer_case import LayerCase, assert_same_training
+from test_moe_layer import SHARED_OVERLAP
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext
@@ -31,11 +32,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
 BY_POSITION = {**CAPACITY, "moe_token_drop_policy": "position"}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
-SHARED_OVERLAP = {
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
-    "moe_shared_expert_overlap": True,
-}
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 UNEVEN = (3, 6, 1, 9)
 EMPTY = (0, 0, 0, 0)

@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, log_calls, make_config
+from test_moe_layer import SHARED_OVERLAP
 
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
-
-OVERLAP = {
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
-    "moe_shared_expert_overlap": True,
-}
 
 
 def test_our_kernels_are_queued_first(ctx: RankContext) -> None:
@@ -31,7 +26,7 @@ def test_our_kernels_are_queued_first(ctx: RankContext) -> None:
     initialize(ep=4)
     from megatron_ncclep.cpu.torch_calls import CpuStream
 
-    layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
+    layer = build_layer(make_config("ncclep", torch.float64, 4, **SHARED_OVERLAP))
     order: list[str] = []
 
     shared, engine = layer.shared_experts, layer.token_dispatcher.engine
@@ -66,7 +61,7 @@ def test_errors_do_not_last(ctx: RankContext) -> None:
     experts were still in the middle of the one that an InputError had ended.
     """
     initialize(ep=4)
-    layer = build_layer(make_config("ncclep", torch.float64, 4, **OVERLAP))
+    layer = build_layer(make_config("ncclep", torch.float64, 4, **SHARED_OVERLAP))
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
 
     def too_many(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

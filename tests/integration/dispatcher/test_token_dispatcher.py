@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from test_nodes_static import Far, InsideWithoutWaits, NoMethodReads, NoOperatorReads
 
 from megatron_ncclep import engines, envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
@@ -42,46 +40,6 @@ EXACT = dataclasses.replace(OPTIONS, max_recv_rows=None, on_overflow="drop")
 STATIC = dataclasses.replace(OPTIONS, on_overflow="drop")
 
 
-class EngineFarAway:
-    """An engine for tensors whose values the host does not have: they are on torch's "meta" device,
-    where whatever would read one is an error.
-
-    Attributes:
-        num_columns: of the last plan.
-    """
-
-    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
-        self.caps, self.config = engines.ENGINES["far"].caps, config
-        self.num_columns, self.group, self.num_local_experts = 0, group, num_experts
-
-    def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
-        num_tokens, self.num_columns = topk_idx.shape
-        assert isinstance(self.config.max_recv_rows, int)
-        return RoutePlan(
-            plan_id=1,
-            num_tokens=num_tokens,
-            top_k=self.num_columns,
-            num_experts=NUM_EXPERTS,
-            num_rows=self.config.max_recv_rows,
-            counts=topk_idx.new_empty(2 * NUM_EXPERTS + 1),
-        )
-
-    def dispatch(
-        self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = x.new_empty(plan.num_rows, x.shape[1])
-        return rows, None if w is None else w.new_empty(plan.num_rows)
-
-    def combine(
-        self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = y.new_empty(plan.num_tokens, y.shape[1])
-        return out, None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, process_group: dist.ProcessGroup) -> Callable[..., Any]:
     """Makes a dispatcher, in a registry with an engine that honours every option."""
@@ -90,14 +48,14 @@ def make(monkeypatch: pytest.MonkeyPatch, process_group: dist.ProcessGroup) -> C
     limits = {"few-assignments": NUM_EXPERTS - 1, "one-for-each": NUM_EXPERTS}
 
     def build(group: EpGroup, num_experts: int, config: EpConfig) -> ReferenceEngine:
-        engine = ReferenceEngine(group, num_experts, config)
+        kind = InsideWithoutWaits if config.engine == "far" else ReferenceEngine
+        engine = kind(group, num_experts, config)
         engine.caps = engines.ENGINES[config.engine].caps
         return engine
 
     for name in ("recording", "far", *limits):
         limited = dataclasses.replace(caps, name=name, max_top_k=limits.get(name, caps.max_top_k))
-        kind = EngineFarAway if name == "far" else build
-        entry = engines.EngineEntry(limited, kind, lambda group, config, num_experts: None)
+        entry = engines.EngineEntry(limited, build, lambda group, config, num_experts: None)
         monkeypatch.setitem(engines.ENGINES, name, entry)
 
     def make(
@@ -106,8 +64,6 @@ def make(monkeypatch: pytest.MonkeyPatch, process_group: dist.ProcessGroup) -> C
         from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
         group = process_group
-        if ncclep is not None and ncclep.engine == "far":
-            EpGroup.of(group).device = torch.device("meta")
         config = SimpleNamespace(
             num_moe_experts=NUM_EXPERTS,
             moe_router_topk=TOP_K,
@@ -159,33 +115,25 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     assert asked == [([3], 6.0), ([3], 6.0), ([0], 6.0)]  # in the first step
 
 
-class OnlyFarAway(TorchDispatchMode):
-    """Lets nothing happen between the host's memory and the device "meta", in either direction."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves([args, kwargs, result]):
-            if isinstance(tensor, torch.Tensor):
-                assert tensor.is_meta, f"{func} touches the host's memory"
-        return result
-
-
 @pytest.mark.parametrize("pads", [False, True], ids=["", "pads to capacity"])
 @pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts add up"])
-def test_no_hook_reads_the_device(make: Callable[..., Any], pads: bool, adds_up: bool) -> None:
+def test_no_hook_reads_the_device(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, pads: bool, adds_up: bool
+) -> None:
     """In static mode a layer waited for the device three times: for the counts, for what was
     dropped, and with capacity padding for the number of assignments.  On a CPU nothing waits.
     """
     options = dataclasses.replace(STATIC, engine="far")
     counts = {"counts_on_device": True, "counts_add_up": adds_up}
     dispatcher = make(options, pads, **counts)
-    far = {"device": "meta"}
-    hidden = torch.empty(3, 2, 8, requires_grad=True, **far)
-    probs = torch.empty(6, NUM_EXPERTS, requires_grad=True, **far)
-    routing_map = torch.empty(6, NUM_EXPERTS, dtype=torch.bool, **far)
-    with OnlyFarAway():
+    hidden = torch.ones(3, 2, 8, requires_grad=True)
+    probs = torch.ones(6, NUM_EXPERTS, requires_grad=True)
+    routing_map = torch.ones(6, NUM_EXPERTS).tril() > 0 if pads else torch.eye(6, NUM_EXPERTS) > 0
+    monkeypatch.setattr(Far, "is_on", True)
+    with NoMethodReads(), NoOperatorReads():
         x, w = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
         rows, row_w = dispatcher.token_dispatch(x, w)
+        assert dispatcher._plan.top_k == (NUM_EXPERTS if pads else TOP_K)
         rows, per_expert, row_w = dispatcher.dispatch_postprocess(rows, row_w)
         y = dispatcher.combine_preprocess(rows * row_w[:, None])
         out = dispatcher.combine_postprocess(dispatcher.token_combine(y))
@@ -194,7 +142,6 @@ def test_no_hook_reads_the_device(make: Callable[..., Any], pads: bool, adds_up:
     assert per_expert.shape == (NUM_EXPERTS,)
     assert hidden.grad is not None
     assert probs.grad is not None
-    assert dispatcher.engine.num_columns == (NUM_EXPERTS if pads else TOP_K)
 
 
 @pytest.mark.parametrize("options", [STATIC, EXACT], ids=["static", "exact"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_training import SAME, Training, checkpoints_written
+from test_gpt_model import full, selective
 from trainer import ModelCase
 
 from megatron_ncclep.ranks.pool import RankContext
@@ -54,14 +55,10 @@ GPT_OSS = {
     "window_attn_skip_freq": 2,
     "moe_router_topk": 4,
 }
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL = full("uniform")
 # Options that a case needs but does not test.
 SIZES = {*MLA, "num_layers", "num_query_groups", "pipeline_dtype", "rope_type"}
 LAYOUT = "pipeline_model_parallel_layout"
-
-
-def selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def stages(layers: int, **options: Any) -> dict[str, Any]:
