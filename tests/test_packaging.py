@@ -23,9 +23,9 @@ PACKAGE = ROOT / "megatron_ncclep"
 # Harness is all of tests/ but test_*.py; a folder is one of the package or of csrc/.  The limits on
 # lines fall, unless a new feature needs its tests.  Tests of kernels over a network, and the
 # networks that they run on, have a limit of their own.
-MOST_HARNESS_LINES, MOST_TEST_LINES = 9_698, 33_108
-MOST_NETWORK_LINES = 3_750
-MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 4_912, 15
+MOST_HARNESS_LINES, MOST_TEST_LINES = 9_698, 33_127
+MOST_NETWORK_LINES = 3_788
+MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 4_942, 15
 MOST_FILES_OF_A_FOLDER = 12
 NETWORK = re.compile(r"tests/network/|tests/native/.*network|test_gpu_(network|links)\.py")
 
