@@ -323,7 +323,7 @@ def test_programs_run(server: ForkServer, block: Block):
     before, filling, after = frame
     code = before + block.text.replace("...", filling or "...") + after
     ended = server.run("test_doc_commands:run_program", [code], 2, TIMEOUT_S)
-    assert [rank.exit_code for rank in ended] == [0, 0], ended[0].output
+    assert [rank.exit_code for rank in ended] == [0, 0], [rank.output for rank in ended]
     if block.page == "README.md":
         assert len(block.text.splitlines()) <= 16
         for rank, end in enumerate(ended):
