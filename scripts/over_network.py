@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -39,6 +38,7 @@ import loop  # noqa: E402
 import pages  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
 
+from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
 from megatron_ncclep.cli.network_model import NetworkModel, Puts  # noqa: E402
 
 # The aims: times against bytes / rate, and what an operation of few tokens may take besides.
@@ -212,11 +212,6 @@ def counted_against_model(
     return {"put": put, "came": came, "refused": refused, "model": expected, "differs": differs}
 
 
-def quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least this share of them do not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
-
-
 def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
     if case.part == "timeline":
@@ -226,7 +221,7 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
         return {"timeline": seen["summary"]}
     if case.part == "put":
         latencies = json.loads((folder / "put.json").read_text())["latencies_us"]
-        return {"put_us": [quantile(latencies, share) for share in (0.5, 0.99)]}
+        return {"put_us": quantiles(latencies, 0.5, 0.99)}
     bench = json.loads((folder / "bench.json").read_text())
     shapes = bench["low_latency" if case.part == "ll" else "shapes"]
     counters = [json.loads(file.read_text()) for file in sorted(folder.glob("counters-*.json"))]

@@ -223,11 +223,12 @@ def _write(job: Job, measured: Iterable[Measured]) -> int:
 
     A run that is stopped leaves the results of the shapes before.
     """
-    result, text, so_far = dict[str, Any](), "", list[Measured]()
+    host, result, text, so_far = dict[str, Any](), dict[str, Any](), "", list[Measured]()
     as_json, as_text, as_plot = (Path(job.out, f"bench.{kind}") for kind in ("json", "txt", "png"))
     for found in measured:
         so_far.append(found)
-        result = _result(job, so_far)
+        host = host or {"machine": machine(job.device, job.ranks), "versions": versions(job.device)}
+        result = _result(job, host, so_far)
         results.save(result, as_json)
         text = table.render(result)
         as_text.write_text(text, encoding="utf-8")
@@ -246,13 +247,12 @@ def _write(job: Job, measured: Iterable[Measured]) -> int:
     return 1 if result["failures"] else 0
 
 
-def _result(job: Job, measured: Sequence[Measured]) -> dict[str, Any]:
-    """The contents of bench.json."""
+def _result(job: Job, host: dict[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
+    """The contents of bench.json; `host`: the machine and versions."""
     result: dict[str, Any] = {
         "format": results.FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine(job.device, job.ranks),
-        "versions": versions(job.device),
+        **host,
         # The results do not depend on their folder.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
         **{name: [] for name in results.LISTS},

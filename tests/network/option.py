@@ -33,6 +33,6 @@ def use_network(network: str | None, hosts: int) -> None:
     sys.path += [str(TESTS / folder) for folder in ("network", "native")]
     from loop import build, variables_of_messages
 
-    os.environ["NCCL_RMA_PLUGIN"] = str(build())
+    os.environ["NCCL_RMA_PLUGIN"] = str(plugin := build())
     if network == "loop-all":
-        os.environ |= variables_of_messages(build())
+        os.environ |= variables_of_messages(plugin)

@@ -155,7 +155,7 @@ __device__ bool put_token_sums(const KernelContext& me, const R& rails, const Lo
       sum.round().store(to, offset, window.sum_bytes);
     }
   }
-  const unsigned int passed = count_passed(ll, has_failed);
+  const unsigned int passed = count_passed(&ll.state->passed, has_failed);
   if (passed != 0 && passed < kSentFailed) {
     const int domain = threadIdx.x;
     if (has_rail_peer(me, domain)) {

@@ -68,10 +68,10 @@ class Message {
   const char* start_;
 };
 
-// `count_sent` for what was done for the rail peers.  In the last CTA all threads then have seen
-// what the other CTAs wrote.
-__device__ inline unsigned int count_passed(const LowLatencyContext& ll, bool has_failed) {
-  const unsigned int passed = count_sent(&ll.state->passed, false, has_failed);
+// `count_sent` for what was done for rail peers, or for one.  In the last CTA all threads then have
+// seen what the other CTAs wrote.
+__device__ inline unsigned int count_passed(unsigned int* word, bool has_failed) {
+  const unsigned int passed = count_sent(word, false, has_failed);
   if (passed != 0) see_other_ctas();
   return passed;
 }
@@ -176,9 +176,8 @@ __device__ inline unsigned int pass_on(const KernelContext& me, const LowLatency
       word = places.count(threadIdx.x, message.num_tokens) | message.bad_routing;
     }
   }
-  const unsigned int passed = count_sent(ll.state->passed_on + domain, false, has_failed);
+  const unsigned int passed = count_passed(ll.state->passed_on + domain, has_failed);
   if (passed == 0) return 0;
-  see_other_ctas();
   if (passed < kSentFailed && threadIdx.x < locals) {
     fence_system();  // passes on what this thread has seen
     post_numbered(sent_word(ll, local_rank(me, threadIdx.x), Turn::kDispatch, source), number,
