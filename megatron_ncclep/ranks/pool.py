@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -26,6 +27,8 @@ from megatron_ncclep.ranks import place
 # answer within moments, even on a busy machine.  A rank that waits in a collective for the failed
 # one has nothing to add, and its own deadline may be minutes away.
 GRACE_S = 10.0
+# Signals a rank to write its stacks to stderr, and how long that may take.
+DUMP, DUMP_S = signal.SIGUSR1, 1.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class RankPool:
 
     A function runs on the first R of them, over a group of just these.  When it raises on a rank,
     or a rank dies or is late, the whole pool is killed: the groups of a failed job are useless to
-    the next one.  The next `run` starts new processes.
+    the next one.  The next `run` starts new processes.  Late ranks first write where they are to
+    stderr: the stacks of all their threads.
 
     The ranks are forks of one process and share its imports.  That process puts `folders` in front
     of this process's import path, has the variables of `environment`, and calls `prepare`, which
@@ -136,6 +140,9 @@ class RankPool:
                     deadline = time.monotonic() + GRACE_S
                     allowed = f"{GRACE_S:g} s after rank {rank} had failed"
         late = waiting.values()
+        if late and self._process is not None and self._process.pid is not None:
+            os.kill(self._process.pid, DUMP)
+            time.sleep(DUMP_S)
         if dead or late or raised:
             failures = [f"rank {rank} died" for rank in sorted(dead)]
             failures += [f"rank {rank} did not answer within {allowed}" for rank in late]
@@ -224,20 +231,23 @@ def _fork_ranks(
         prepare()
     ranks: list[int] = []
 
-    def end(number: int, frame: Any) -> None:
+    def pass_on(number: int, frame: Any) -> None:
         for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
+            os.kill(rank, DUMP if number == DUMP else signal.SIGKILL)
 
     # Signals wait until all ranks are forked and known.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.signal(signal.SIGTERM, end)
+    signals = {signal.SIGTERM, DUMP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    for number in signals:
+        signal.signal(number, pass_on)
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     for rank, pipe in enumerate(pipes):
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, interrupt)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            faulthandler.register(DUMP)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             for other in pipes:
                 if other is not pipe:
                     other.close()  # so that the pool notices when that rank dies
@@ -245,12 +255,13 @@ def _fork_ranks(
                 place.pretend_host(rank, len(pipes) // hosts)
             _be_rank(rank, len(pipes), backend, pipe)
         ranks.append(child)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     for pipe in pipes:
         pipe.close()
-    for rank in ranks:  # none is reaped while `end` might still signal it
+    for rank in ranks:  # none is reaped while `pass_on` might still signal it
         os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
     for rank in ranks:
         os.waitpid(rank, 0)
 

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -77,11 +78,15 @@ def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) ->
     ("mistake", "told"), [(end, "rank 1 died"), (hang, "rank 1 did not answer within 2 s")]
 )
 def test_a_rank_that_is_gone_costs_all_processes(
-    pool: RankPool, mistake: Callable[[RankContext], None], told: str
+    pool: RankPool, mistake: Callable[[RankContext], None], told: str, capfd: Any
 ) -> None:
+    if mistake is hang:
+        pool.close()  # new processes write to where `capfd` reads
     before = pool.run(whereabouts)
     with pytest.raises(RankError, match=told):
         pool.run(mistake, timeout=2)
+    stacks = capfd.readouterr().err
+    assert ("test_pool.py" in stacks and "in hang" in stacks) == (mistake is hang)
     assert_replaced(pool, before)
 
 
