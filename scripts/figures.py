@@ -119,6 +119,37 @@ def gains(groups: Sequence[tuple[str, Sequence[Bar]]], parts: Sequence[str], mea
     return canvas.svg()
 
 
+def libraries(
+    groups: Sequence[tuple[str, float, Sequence[tuple[str, float | None]]]], measured: str
+) -> str:
+    """Sums of a plan and four passes, beside the time that the links need for them.
+
+    Args:
+        groups: a shape, the links' time, and names of libraries with their sums; None: not run.
+        measured: the machine and versions of the measurements, one line.
+    """
+    left, unit = 176, 140  # a bar's start, and the length of the links' time
+    bars = sum(len(each) for *_, each in groups)
+    canvas = Canvas(700, 84 + 26 * bars + 40 * len(groups) + 24, "ncclep beside other libraries")
+    canvas.text(20, 30, "Dispatch and combine, forward and backward, on 4 GPUs", 16, bold=True)
+    canvas.text(20, 52, "With the plan; lines: the time that the links need", 12.5)
+    y = 70
+    for shape, limit, each in groups:
+        canvas.text(20, y + 16, f"{shape}: the links need {limit:,.0f} us", 13, bold=True)
+        y, top = y + 26, y + 24
+        for number, (name, us) in enumerate(each):
+            canvas.text(left - 8, y + 15, name, 12.5, at="end")
+            length = 0.0 if us is None else unit * us / limit
+            canvas.rect(left, y, length, 20, BLUES[2] if number == 0 else GREY, r=0)
+            times = "" if us is None else f"{us:,.0f} us, {us / limit:.2f} times as long"
+            canvas.text(left + length + 6, y + 15, times or "not measured", 12.5)
+            y += 26
+        canvas.line(left + unit, top, left + unit, y, INK)
+        y += 14
+    canvas.text(20, y + 16, measured, 11.5, fill=MUTED)
+    return canvas.svg()
+
+
 # The example of docs/contract.md: (rank, token) -> its experts; two ranks with two experts each.
 ROUTES = {(0, 0): (0, 1), (0, 1): (3, 0), (1, 0): (2, 1)}
 

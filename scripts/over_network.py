@@ -35,8 +35,8 @@ sys.path[:0] = PATHS
 import figures  # noqa: E402
 import gpu  # noqa: E402
 import loop  # noqa: E402
-import pages  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
+from results import measured_on  # noqa: E402
 
 from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
 from megatron_ncclep.cli.network_model import NetworkModel, Puts  # noqa: E402
@@ -216,7 +216,7 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
     if case.part == "timeline":
         seen = json.loads((folder / "timeline.json").read_text())
-        picture = figures.network_timeline(seen, pages.measured_on(seen))
+        picture = figures.network_timeline(seen, measured_on(seen))
         (folder / "timeline.svg").write_text(picture)
         return {"timeline": seen["summary"]}
     if case.part == "put":

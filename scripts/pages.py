@@ -16,21 +16,21 @@ import json
 import posixpath
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import comparison  # noqa: E402
 import figures  # noqa: E402
+from results import RESULTS, measured_on, read, subjects, table  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
 from megatron_ncclep.training.settings import Settings, flops_per_token  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 LAYERS = RESULTS / "2026-11-24-1xH100-layers" / "bench.json"
 ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
@@ -54,36 +54,6 @@ TIMELINE_SHAPE = "deepseek-v3"
 
 HOME = "README.md"
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
-
-Subjects = dict[str, dict[str, Any]]  # of one shape, by name
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; a column holds numbers if its head ends in ':', and text otherwise."""
-    rule = ["---:" if name.endswith(":") else "---" for name in head]
-    lines = [[name.removesuffix(":") for name in head], rule, *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A result of `ncclep bench`, in which every check has passed."""
-    result: dict[str, Any] = json.loads(path.read_text())
-    assert not result["failures"], f"{path} has failures: do not publish this result"
-    return result
-
-
-def subjects(result: dict[str, Any], kind: str) -> dict[str, Subjects]:
-    """The subjects of each shape, by the shape's name.  `kind`: shapes or trainings."""
-    return {one["shape"]["name"]: {s["name"]: s for s in one["subjects"]} for one in result[kind]}
-
-
-def measured_on(result: dict[str, Any]) -> str:
-    """GPUs, date and versions of a result, in a line."""
-    machine, v = result["machine"], result["versions"]
-    return (
-        f"{machine['gpus']} x {machine['gpu']}, {result['date'][:10]}; torch {v['torch']}, "
-        f"NCCL {v['nccl']}, Megatron-Core {v['megatron-core']}, TE {v['transformer-engine']}"
-    )
 
 
 def step_tflops(run: dict[str, Any]) -> dict[str, float]:
@@ -175,10 +145,12 @@ def contents() -> dict[Path, str]:
     steps, picture = gains(read(TRAINING), read(LAYERS))
     seen = json.loads(NETWORK.read_text())
     parts = {"steps": steps, "options": options_table(), "variables": variables_table()}
+    parts |= comparison.tables()
     drawn = {
         "gains": picture, "data-flow": figures.data_flow(), "over-network": figures.over_network(),
         "layer-timeline": timeline(read(ENGINES)),
         "network-timeline": figures.network_timeline(seen, measured_on(seen)),
+        "libraries": comparison.figure(),
     }  # fmt: skip
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
     for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:

@@ -1,0 +1,129 @@
+"""The tables and the figure of docs/comparisons.md: other libraries beside our engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import figures
+from results import RESULTS, Subjects, measured_on, read, subjects, table
+
+from megatron_ncclep.benchmark import STEPS
+
+DATE, GPU = "2026-11-27", "H100"
+SHAPES = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")
+OURS = "native"
+_, *PARTS = STEPS  # without plan, which only some have
+TE = "nccl_ep_library:transformer-engine"
+# Rows of the table of passes: the run, the subject, and its name where the table has another.
+PASSES = [
+    ("hybridep", OURS, ""), ("deepep", "native@24", ""),
+    ("deepep", "deepep", ""), ("deepep", "deepep@24", ""),
+    ("hybridep", "hybridep", ""), ("hybridep", "hybridep:fused", ""),
+    ("deepep", "nccl_ep_library", "NVIDIA's, of nccl-extensions"),
+    ("deepep", "nccl_ep_library@24", "the same, 24 SMs"),
+    ("te-library", TE, "NVIDIA's, of TransformerEngine"),
+    ("te-library", f"{TE}+pull_push", "the same, `+pull_push`"),
+    ("te-library", f"{TE}+pull_push@24", "the same, 24 SMs"),
+]  # fmt: skip
+DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
+               "alltoall", "alltoall_fused")  # fmt: skip
+LAYERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
+          "alltoall_fused", "ncclep:native:grouped",
+          "ncclep:native:grouped:full_iteration")  # fmt: skip
+TRAINED = LAYERS[:-1]
+# Asked for, and named in the results with the reason why they have no times.
+FAILING = ("flex_ncclep", "train:ncclep:native:grouped:full_iteration")
+# Bars of the figure: the fastest of the subjects of a run.
+BARS = {
+    "native": ("hybridep", [OURS]),
+    "DeepEP V2": ("deepep", ["deepep", "deepep@24"]),
+    "HybridEP": ("hybridep", ["hybridep", "hybridep:fused"]),
+    "NVIDIA's libnccl_ep": ("deepep", ["nccl_ep_library", "nccl_ep_library@24"]),
+}
+
+
+def result(num_gpus: int, run: str) -> dict[str, Any]:
+    """A run on so many GPUs."""
+    return read(RESULTS / f"{DATE}-{num_gpus}x{GPU}-{run}" / "bench.json", FAILING)
+
+
+def times(
+    rows: Sequence[tuple[str, str, str]], found: Mapping[str, Mapping[str, Subjects]], base: str
+) -> str:
+    """The sums of subjects for each shape, and how many times the one of `base` in the same run."""
+
+    def cell(run: str, name: str, shape: str) -> str:
+        of = found[run].get(shape, {})
+        if name not in of:
+            return "-"
+        us = of[name]["sum_us"]
+        return f"{us:,.0f}" if name == base else f"{us:,.0f} ({us / of[base]['sum_us']:.2f})"
+
+    lines = [
+        [title or f"`{name.removeprefix('layer:')}`", *(cell(run, name, s) for s in SHAPES)]
+        for run, name, title in rows
+    ]
+    return table(["us", *(f"{shape}:" for shape in SHAPES)], lines)
+
+
+def passes(num_gpus: int) -> str:
+    """Each pass of the first shape, with rates."""
+    rows = []
+    for run, name, title in PASSES:
+        found = subjects(result(num_gpus, run), "shapes")[SHAPES[0]][name]
+        of: dict[str, Any] = found["passes"]
+        plan = f"{of['plan']['median_us']:.0f}" if "plan" in of else "-"
+        us = [f"{of[step]['median_us']:,.0f}" for step in PARTS]
+        rates = [
+            f"{of[step]['gb_per_s']:.0f} / {of[step]['logical_gb_per_s']:.0f}"
+            for step in ("dispatch", "combine", "bwd_dispatch")
+        ]
+        rows.append([title or f"`{name}`", found["sms"], plan, *us, *rates])
+    head = ["us", "SMs", "plan:", *(f"{step}:" for step in PARTS)]
+    rates = [f"{step}, GB/s:" for step in ("dispatch", "combine", "bwd_dispatch")]
+    return table([*head, *rates], rows)
+
+
+def steps() -> str:
+    """Training steps on 4 GPUs."""
+    (of,) = subjects(result(4, "training"), "trainings").values()
+    base, rows = of[f"train:{TRAINED[0]}"]["step"]["median_us"], []
+    for name in TRAINED:
+        found = of[f"train:{name}"]
+        us, turns = found["step"]["median_us"], found["turns_us"]
+        each = " and ".join(f"{turn / 1000:.1f}" for turn in turns)
+        rows.append([f"`{name}`", f"{us / 1000:.1f} ({us / base:.2f})", each,
+                     f"{found['tokens_per_s']:,.0f}"])  # fmt: skip
+    return table(["", "ms:", "in two turns:", "tokens/s:"], rows)
+
+
+def tables() -> dict[str, str]:
+    """The tables by name."""
+    made = {"training beside others": steps(), "passes beside others": passes(4)}
+    for gpus in (4, 2):
+        runs = {run: subjects(result(gpus, run), "shapes") for run, *_ in PASSES}
+        runs["layers"] = subjects(result(gpus, "layers"), "shapes")
+        hooks = [("hybridep", name, "") for name in DISPATCHERS]
+        layers = [("layers", f"layer:{name}", "") for name in LAYERS]
+        rows: list[tuple[str, str, str]]
+        for what, rows in (("libraries", PASSES), ("hooks", hooks), ("layers", layers)):
+            base = {"libraries": OURS}.get(what, rows[0][1])
+            made[f"{what} on {gpus} GPUs"] = times(rows, runs, base)
+    return made
+
+
+def figure() -> str:
+    """Plan and passes on 4 GPUs, beside the time that the links need."""
+    runs = {run: result(4, run) for run, _ in BARS.values()}
+    of = {run: subjects(found, "shapes") for run, found in runs.items()}
+    groups = []
+    for one in runs["hybridep"]["shapes"]:
+        shape = one["shape"]["name"]
+        bars: list[tuple[str, float | None]] = []
+        for title, (run, names) in BARS.items():
+            found = of[run].get(shape, {})
+            us = [found[name]["sum_us"] for name in names if name in found]
+            bars.append((title, min(us, default=None)))
+        groups.append((shape, len(PARTS) * one["limit_us"], bars))
+    return figures.libraries(groups, measured_on(runs["hybridep"]))
