@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import figures
-from results import RESULTS, Subjects, measured_on, read, subjects, table
+from results import RESULTS, VOCABULARY, Subjects, measured_on, read, subjects, table
 
 from megatron_ncclep.benchmark import STEPS
+from megatron_ncclep.benchmark.result import PEAK_TFLOPS
+from megatron_ncclep.training.settings import Settings, flops_per_token
 
 DATE, GPU = "2026-11-27", "H100"
 SHAPES = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")
@@ -43,15 +45,24 @@ BARS = {
 }
 
 
+def links_us(shape: Mapping[str, Any]) -> float:
+    """The time that the links need for the passes of a shape."""
+    return len(PARTS) * float(shape["limit_us"])
+
+
 def result(num_gpus: int, run: str) -> dict[str, Any]:
     """A run on so many GPUs."""
     return read(RESULTS / f"{DATE}-{num_gpus}x{GPU}-{run}" / "bench.json", FAILING)
 
 
 def times(
-    rows: Sequence[tuple[str, str, str]], found: Mapping[str, Mapping[str, Subjects]], base: str
-) -> str:
-    """The sums of subjects for each shape, and how many times the one of `base` in the same run."""
+    rows: Sequence[tuple[str, str, str]], found: Mapping[str, Mapping[str, Subjects]], base: str,
+    limit: Sequence[str],
+) -> str:  # fmt: skip
+    """The sums of subjects for each shape, and how many times the one of `base` in the same run.
+
+    `limit`: the last row, which says what bounds them.
+    """
 
     def cell(run: str, name: str, shape: str) -> str:
         of = found[run].get(shape, {})
@@ -64,7 +75,7 @@ def times(
         [title or f"`{name.removeprefix('layer:')}`", *(cell(run, name, s) for s in SHAPES)]
         for run, name, title in rows
     ]
-    return table(["us", *(f"{shape}:" for shape in SHAPES)], lines)
+    return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
 
 
 def passes(num_gpus: int) -> str:
@@ -89,13 +100,22 @@ def steps() -> str:
     """Training steps on 4 GPUs."""
     (of,) = subjects(result(4, "training"), "trainings").values()
     base, rows = of[f"train:{TRAINED[0]}"]["step"]["median_us"], []
+    settings = Settings.load("moe-2b", {})
+    flops = flops_per_token(settings, VOCABULARY) / 4
     for name in TRAINED:
         found = of[f"train:{name}"]
         us, turns = found["step"]["median_us"], found["turns_us"]
         each = " and ".join(f"{turn / 1000:.1f}" for turn in turns)
         rows.append([f"`{name}`", f"{us / 1000:.1f} ({us / base:.2f})", each,
-                     f"{found['tokens_per_s']:,.0f}"])  # fmt: skip
-    return table(["", "ms:", "in two turns:", "tokens/s:"], rows)
+                     f"{found['tokens_per_s']:,.0f}",
+                     f"{flops * found['tokens_per_s'] * 1e-12:.0f}"])  # fmt: skip
+    return table(["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"], rows)
+
+
+def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) -> list[str]:
+    """A row with the least time for each shape."""
+    shapes = {one["shape"]["name"]: one for one in result(num_gpus, run)["shapes"]}
+    return [what, *(f"{us_of(shapes[s]):,.0f}" if s in shapes else "-" for s in SHAPES)]
 
 
 def tables() -> dict[str, str]:
@@ -106,10 +126,15 @@ def tables() -> dict[str, str]:
         runs["layers"] = subjects(result(gpus, "layers"), "shapes")
         hooks = [("hybridep", name, "") for name in DISPATCHERS]
         layers = [("layers", f"layer:{name}", "") for name in LAYERS]
-        rows: list[tuple[str, str, str]]
-        for what, rows in (("libraries", PASSES), ("hooks", hooks), ("layers", layers)):
-            base = {"libraries": OURS}.get(what, rows[0][1])
-            made[f"{what} on {gpus} GPUs"] = times(rows, runs, base)
+        links = limits(gpus, "hybridep", "the links' time", links_us)
+        gemms = limits(gpus, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
+                       lambda one: sum(one["products_us"].values()))  # fmt: skip
+        for what, rows, base, limit in (
+            ("libraries", PASSES, OURS, links),
+            ("hooks", hooks, hooks[0][1], links),
+            ("layers", layers, layers[0][1], gemms),
+        ):
+            made[f"{what} on {gpus} GPUs"] = times(rows, runs, base, limit)
     return made
 
 
@@ -125,5 +150,5 @@ def figure() -> str:
             found = of[run].get(shape, {})
             us = [found[name]["sum_us"] for name in names if name in found]
             bars.append((title, min(us, default=None)))
-        groups.append((shape, len(PARTS) * one["limit_us"], bars))
+        groups.append((shape, links_us(one), bars))
     return figures.libraries(groups, measured_on(runs["hybridep"]))

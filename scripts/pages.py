@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import comparison  # noqa: E402
 import figures  # noqa: E402
-from results import RESULTS, measured_on, read, subjects, table  # noqa: E402
+from results import RESULTS, VOCABULARY, measured_on, read, subjects, table  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
@@ -48,7 +48,6 @@ ADDED = {
 # Layers with the experts of one rank of 8, and with all of them.
 PICTURED = ("qwen3-30b-a3b, rank of 8", "gpt-oss-120b, rank of 8", "deepseek-v3, rank of 8",
             "mixtral-8x7b", "moe-2b")  # fmt: skip
-VOCABULARY = 384  # of the training's text, padded; derived from its num_parameters
 DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
 TIMELINE_SHAPE = "deepseek-v3"
 

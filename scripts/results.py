@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+VOCABULARY = 384  # of the trainings' text, padded; derived from their num_parameters
 
 Subjects = dict[str, dict[str, Any]]  # of one shape, by name
 
