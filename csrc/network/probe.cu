@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "common/cuda.h"
+#include "common/elapsed.cuh"
 #include "common/order.cuh"
 #include "network/probe.h"
 
@@ -26,7 +27,7 @@ __global__ void probe_kernel(Rail rail, Probe job) {
   std::uint64_t signals = 0;
   do {
     signals = read_signal(rail, peer);
-  } while (signals < job.round && now_ns() - start <= job.deadline_ns);
+  } while (signals < job.round && ns_since(start) <= static_cast<std::int64_t>(job.deadline_ns));
   job.arrivals[peer] = {load_relaxed(job.window + arrived + peer), signals};
 }
 

@@ -210,8 +210,13 @@ MISTAKES = {
     # A rank that does not come.
     "the deadline is ignored": Mistake(
         "native/device/wait.cuh",
-        "if («now_ns() - start_ <= me.deadline_ns») return false;", "now_ns() > 0",
+        "if («waited_ns <= static_cast<std::int64_t>(me.deadline_ns)») return false;",
+        "now_ns() > 0",
         "failures", 2, "nobody gets any further"),
+    "the clock goes back": Mistake(
+        "native/device/wait.cuh", "waited_ns = «ns_since(start_)»;",
+        "static_cast<std::int64_t>((now_ns() - start_) >> 1)",
+        "rows", 2, "a wait was in vain"),
     "the wrong rank is named": Mistake(
         "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),

@@ -110,7 +110,8 @@ __device__ void compare_entries(const KernelContext& me, const R& rails, Phase p
   }
   __syncwarp();
   // Operations of a group run one after the other, so nothing else adds to it.
-  if (lane == 0) me.state->waited_ns += now_ns() - begin;
+  const std::int64_t waited = ns_since(begin);
+  if (lane == 0 && waited > 0) me.state->waited_ns += waited;
 }
 
 }  // namespace ncclep::native

@@ -53,7 +53,7 @@ __global__ void settle_kernel(KernelContext me, const __grid_constant__ Rails ra
     for (int round = 1; round <= kLastRounds; ++round) {
       put(me, rails, kControlWindow, domain, 0, 0, 0, kLastPut);
       while (network::read_signal(rails.rail, signal) < before + round) {
-        if (now_ns() - begin > me.deadline_ns) break;
+        if (ns_since(begin) > static_cast<std::int64_t>(me.deadline_ns)) break;
       }
     }
   }

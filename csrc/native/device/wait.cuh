@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/elapsed.cuh"
 #include "common/order.cuh"
 #include "native/state.h"
 
@@ -71,7 +72,8 @@ class Deadline {
     if (++num_asked_ % 64 != 0) return false;
     if (has_failed(me) || is_refused(me, phase, epoch)) return true;
     if (start_ == 0) start_ = now_ns();
-    if (now_ns() - start_ <= me.deadline_ns) return false;
+    const std::int64_t waited_ns = ns_since(start_);
+    if (waited_ns <= static_cast<std::int64_t>(me.deadline_ns)) return false;
     report_failure(me, Reason::kLate, phase, peer, epoch);
     return true;
   }
