@@ -27,8 +27,8 @@ from megatron_ncclep.ranks import place
 # answer within moments, even on a busy machine.  A rank that waits in a collective for the failed
 # one has nothing to add, and its own deadline may be minutes away.
 GRACE_S = 10.0
-# Signals a rank to write its stacks to stderr, and how long that may take.
-DUMP, DUMP_S = signal.SIGUSR1, 1.0
+# Signals a rank to write its stacks to stderr, and how long that may take: they do so in turns.
+DUMP, DUMP_S = signal.SIGUSR1, 0.2
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class RankPool:
         late = waiting.values()
         if late and self._process is not None and self._process.pid is not None:
             os.kill(self._process.pid, DUMP)
-            time.sleep(DUMP_S)
+            time.sleep((self.size + 1) * DUMP_S)
         if dead or late or raised:
             failures = [f"rank {rank} died" for rank in sorted(dead)]
             failures += [f"rank {rank} did not answer within {allowed}" for rank in late]
@@ -232,8 +232,11 @@ def _fork_ranks(
     ranks: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
-        for rank in ranks:
-            os.kill(rank, DUMP if number == DUMP else signal.SIGKILL)
+        for rank, process in enumerate(ranks):
+            if number == DUMP:
+                print(f"--- rank {rank} ---", file=sys.stderr, flush=True)
+            os.kill(process, DUMP if number == DUMP else signal.SIGKILL)
+            time.sleep(DUMP_S if number == DUMP else 0)
 
     # Signals wait until all ranks are forked and known.
     signals = {signal.SIGTERM, DUMP}

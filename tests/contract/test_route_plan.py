@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ncclep.engines.engine import NOT_ROUTED, TOO_MANY_EXPERTS
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.ops.routing import routes_and_weights
+from megatron_ncclep.ops.expert_slices import to_all_slices
+from megatron_ncclep.ops.routing import Routes, routes_and_weights
 
 F, T = False, True
 PROBABILITIES = st.sampled_from([0.0, -0.0, 1.0, 0.25, float("nan"), float("inf"), -1e30, 1e-40])
@@ -90,3 +91,14 @@ def test_any_map(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
         # The same bits, NaN and the sign of zero included.
         assert torch.equal(weights[token].view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(routes.probs_gradient(grad), expected_grad)
+
+
+def test_assignments_of_sliced_experts_and_their_gradient() -> None:
+    topk_idx = torch.tensor([[1, 2], [3, -1], [TOO_MANY_EXPERTS] * 2])
+    weights = torch.tensor([[0.5, 0.25], [2.0, 0.0], [0.0, 0.0]])
+    routes = Routes(topk_idx, num_experts=4, block=1)
+    sliced, copied = to_all_slices(routes, weights, num_local_experts=2, num_slices=2)
+    assert sliced.topk_idx.tolist() == [[1, 3, 4, 6], [5, 7, -1, -1], [TOO_MANY_EXPERTS] * 4]
+    assert copied.tolist() == [[0.5, 0.5, 0.25, 0.25], [2.0, 2.0, 0.0, 0.0], [0.0] * 4]
+    grad = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 0.0, 0.0], [0.0] * 4])
+    assert sliced.probs_gradient(grad).tolist() == [[0, 3, 12, 0], [0, 0, 0, 48], [0] * 4]

@@ -215,8 +215,7 @@ MISTAKES = {
         "failures", 2, "nobody gets any further"),
     "the clock goes back": Mistake(
         "native/device/wait.cuh", "waited_ns = «ns_since(start_)»;",
-        "static_cast<std::int64_t>((now_ns() - start_) >> 1)",
-        "rows", 2, "a wait was in vain"),
+        "static_cast<std::int64_t>((now_ns() - start_) >> 1)", "rows", 2, "a wait was in vain"),
     "the wrong rank is named": Mistake(
         "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),

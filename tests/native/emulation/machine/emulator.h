@@ -134,7 +134,7 @@ void maybe_yield();
 // Something happened that others may be waiting for: the clock need not jump yet.
 void note_progress();
 
-// The clock, in nanoseconds, and how far it jumps.  Every other reading is earlier than the one before.
+// The clock, in nanoseconds, and how far it jumps.  Every other reading is a bit earlier.
 std::uint64_t now();
 constexpr std::uint64_t kJump = 1000;
 // A CTA of the next kernel of `rank`, whichever, starts only after some jumps.
