@@ -85,7 +85,7 @@ def test_a_rank_that_is_gone_costs_all_processes(
     before = pool.run(whereabouts)
     with pytest.raises(RankError, match=told):
         pool.run(mistake, timeout=2)
-    assert ("test_pool.py\", line" in capfd.readouterr().err) == (mistake is hang)
+    assert ('test_pool.py", line' in capfd.readouterr().err) == (mistake is hang)
     assert_replaced(pool, before)
 
 
