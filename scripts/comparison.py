@@ -26,7 +26,7 @@ PASSES = [
     ("deepep", "nccl_ep_library@24", "the same, 24 SMs"),
     ("te-library", TE, "NVIDIA's, of TransformerEngine"),
     ("te-library", f"{TE}+pull_push", "the same, `+pull_push`"),
-    ("te-library", f"{TE}+pull_push@24", "the same, 24 SMs"),
+    ("te-library", f"{TE}+pull_push@24", "the same, `+pull_push`, 24 SMs"),
 ]  # fmt: skip
 DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
                "alltoall", "alltoall_fused")  # fmt: skip
@@ -88,12 +88,11 @@ def passes(num_gpus: int) -> str:
         us = [f"{of[step]['median_us']:,.0f}" for step in PARTS]
         rates = [
             f"{of[step]['gb_per_s']:.0f} / {of[step]['logical_gb_per_s']:.0f}"
-            for step in ("dispatch", "combine", "bwd_dispatch")
+            for step in ("dispatch", "combine")
         ]
         rows.append([title or f"`{name}`", found["sms"], plan, *us, *rates])
     head = ["us", "SMs", "plan:", *(f"{step}:" for step in PARTS)]
-    rates = [f"{step}, GB/s:" for step in ("dispatch", "combine", "bwd_dispatch")]
-    return table([*head, *rates], rows)
+    return table([*head, "dispatch, GB/s:", "combine, GB/s:"], rows)
 
 
 def steps() -> str:
