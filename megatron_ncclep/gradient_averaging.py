@@ -6,7 +6,6 @@ it.  integration/gradient_averaging.py puts it into Megatron's DistributedDataPa
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,17 +53,14 @@ class PendingAverage:
         self._work = dist.all_reduce(self._mean, group=process_group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the other workers' means, and apply them."""
+        """Wait for the other workers' means, and put them into the gradients.
+
+        Each gradient g becomes e + enc(g) with the global means, where e = g - enc(g) locally: g
+        plus the difference between the global and the local mean of its sign.  That rounds once,
+        where subtracting and adding would round twice.
+        """
         if self._work is not None:
             self._work.wait()
-        self.apply()
-
-    def apply(self) -> None:
-        """Turn each gradient g into e + enc(g) with the global means, where e = g - enc(g) locally.
-
-        That is g plus the difference between the global and the local mean of its sign.  It rounds
-        once, where subtracting and adding would round twice.
-        """
         for bucket, change, scale in zip(
             self._buckets, self._mean - self._local, self._scales, strict=True
         ):
@@ -72,10 +68,6 @@ class PendingAverage:
             bucket.add_(torch.where(bucket >= 0, change[0], -change[1]))
             if scale != 1.0:
                 bucket.mul_(scale)
-
-    def future(self) -> torch.futures.Future[Any]:
-        """A future that is done when the means have arrived; its callback has to call `apply`."""
-        return self._work.get_future()
 
 
 def average_weights(
@@ -156,9 +148,9 @@ def _hook(
 ) -> torch.futures.Future[torch.Tensor]:
     assert state._model is not None
     pending = PendingAverage([bucket.buffer()], state._model.process_group, [1.0])
-
-    def done(_: torch.futures.Future[Any]) -> torch.Tensor:
-        pending.apply()
-        return bucket.buffer()
-
-    return pending.future().then(done)
+    # Not in a callback: gloo makes it in a thread of its own, which may still need the interpreter
+    # when the program ends, and then aborts it.
+    pending.wait()
+    ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    ended.set_result(bucket.buffer())
+    return ended
