@@ -8,7 +8,7 @@
 namespace ncclep {
 
 // Nanoseconds since `start`, a reading of the clock.  Negative where the clock has gone back since,
-// which NVIDIA does not rule out: as an unsigned number that would be centuries, and end a wait.
+// which PTX does not rule out: as an unsigned number that would be centuries, and end a wait.
 __device__ inline std::int64_t ns_since(std::uint64_t start) {
   return static_cast<std::int64_t>(now_ns() - start);
 }
