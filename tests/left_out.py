@@ -6,6 +6,7 @@ The functions named pytest_... are hooks of tests/conftest.py.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 # What is left out -> why.
 LEFT_OUT = pytest.StashKey[dict[str, str]]()
 OF_WORKER = "left_out"
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="TransformerEngine is not installed",
+)
 
 
 def leave_out(

@@ -11,6 +11,12 @@ __device__ inline std::uint64_t now_ns() {
   return now;
 }
 
+// Nanoseconds since `start`, a reading of the clock.  Negative where the clock has gone back since,
+// which PTX does not rule out: as an unsigned number that would be centuries, and end a wait.
+__device__ inline std::int64_t ns_since(std::uint64_t start) {
+  return static_cast<std::int64_t>(now_ns() - start);
+}
+
 __device__ inline std::uint64_t load_acquire(const std::uint64_t* word) {
   std::uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");

@@ -231,7 +231,8 @@ typedef struct {
   int peer;                     /* the rank that caused it */
   uint64_t operation;           /* its number, counted on the device */
   double deadline_s;            /* of the wait */
-  uint64_t own_call, peer_call; /* for ncclepReasonDiffers: what was compared, packed */
+  uint64_t own_call, peer_call; /* for ncclepReasonDiffers: what was compared, packed; for
+                                   ncclepReasonLate: 0 unless `peer` has entered this call */
 } ncclepFailure_t;
 #define NCCLEP_FAILURE_INIT \
   {sizeof(ncclepFailure_t), ncclepReasonNone, ncclepPhaseNone, -1, 0, 0.0, 0, 0}

@@ -172,7 +172,8 @@ struct Mailbox {
   // Likewise of low-latency dispatches.
   RankBits bad_low_latency;
   // Why the group has failed: the reason, the rank that caused it, and the phase; the calls of this
-  // rank and that one, if they differ.  `failed_phase` is written last.
+  // rank and that one, if they differ, or if it has entered the call in which it is late.
+  // `failed_phase` is written last.
   std::uint32_t failed_reason;
   std::int32_t failed_peer;
   std::uint64_t failed_epoch, failed_deadline_ns, failed_calls[2];

@@ -1,7 +1,6 @@
 #include <cuda_runtime.h>
 
 #include "common/cuda.h"
-#include "common/elapsed.cuh"
 #include "common/order.cuh"
 #include "network/probe.h"
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from left_out import needs_te
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
-from needs import needs_te
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext

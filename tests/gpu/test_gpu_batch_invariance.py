@@ -11,8 +11,8 @@ import importlib.util
 import pytest
 import torch
 from compare import assert_same_bits
+from left_out import needs_te
 from megatron_setup import make_experts_differ
-from needs import needs_te
 from test_batch_invariance import BATCHES, batches
 from test_gpu_grouped_experts import build, in_ddp
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training, options_shown, train_on_rank
+from left_out import needs_te
 from megatron_setup import ep_config
-from needs import needs_te
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.pool import RankContext

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from adam_training import SAME, Training
+from left_out import needs_te
 from megatron_setup import ep_config
-from needs import needs_te
 from test_checkpoints import assert_goes_on
 from test_gpt_model import STAGES
 from trainer import ModelCase, differences, train

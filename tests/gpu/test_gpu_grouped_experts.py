@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from left_out import needs_te
 from megatron_setup import build_layer, initialize, make_config
-from needs import needs_te
 from on_ranks import gathered
 
 from megatron_ncclep.config import EpConfig

@@ -16,7 +16,7 @@ from inference_case import (
     text_generated,
     use_whole_numbers,
 )
-from needs import needs_te
+from left_out import needs_te
 
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext

@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
+from left_out import needs_te
 from megatron_setup import ep_config
-from needs import needs_te
 from test_gpt_model import full, selective
 from trainer import ModelCase, differences, train
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from left_out import needs_te
 from megatron_setup import build_layer, ep_config, initialize, make_config
-from needs import needs_te
 from test_gpu_memory import HIDDEN, SIZES
 from trainer import ModelCase, differences, train
 

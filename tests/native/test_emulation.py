@@ -103,7 +103,7 @@ MISTAKES = {
         "if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);", "",
         "dispatches", 4, "dispatch: "),
     "entries of two calls lie in one place": Mistake(
-        "native/device/call_barrier.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
+        "native/device/wait.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
         "dispatches", 2, "."),
     "more phases are taken for seen than are": Mistake(
         "native/rows/progress.cuh", "kWarpSize : «__ffs(absent) - 1»;", "__ffs(absent)",
@@ -184,24 +184,22 @@ MISTAKES = {
     # Counters that wrap.
     "a word of a new window is taken for number 2^31": Mistake(
         "native/device/wait.cuh",
-        "return «kIsWritten | number << 32 | value»;", "number << 32 | value",
-        "ll", 2, "ll "),
+        "return «kIsWritten | number << 32 | value»;", "number << 32 | value", "ll", 2, "ll "),
     "all bits of a number are compared with a word's": Mistake(
         "native/device/wait.cuh", "== «numbered(number, 0) >> 32»;", "(number | UINT64_C(1) << 31)",
         "ll", 1, "a wait was in vain"),
     "a word of 0 is taken for a failure": Mistake(
         "native/device/wait.cuh",
-        "return «is_here» ? static", "is_here && (found & 0xffffffffu) != 0",
-        "ll", 2, "ll "),
+        "return «is_here» ? static", "is_here && (found & 0xffffffffu) != 0", "ll", 2, "ll "),
     "a flag has 32 bits": Mistake(
         "native/rows/progress.cuh", "«load_relaxed(flag(source, unit))» >= epoch",
         "static_cast<std::uint32_t>(load_relaxed(flag(source, unit)))",
         "rows", 2, "a wait was in vain"),
     "all bits of an entry's number are compared": Mistake(
-        "native/device/call_barrier.cuh", "entry >> 48 == «(number & 0xffffu)»", "number",
+        "native/device/wait.cuh", "entry >> 48 == «(number & 0xffffu)»", "number",
         "dispatches", 1, "a wait was in vain"),
     "nobody has entered a new window, which looks like number 2^16": Mistake(
-        "native/device/call_barrier.cuh", "return «entry != 0» && entry >> 48", "true",
+        "native/device/wait.cuh", "return «entry != 0» && entry >> 48", "true",
         "rows", 2, "."),
     "all bits of a plan's number are in a call": Mistake(
         "native/host/call.cpp", "|= «(value & mask(width))» << place_", "value",
@@ -211,11 +209,13 @@ MISTAKES = {
     "the deadline is ignored": Mistake(
         "native/device/wait.cuh",
         "if («waited_ns <= static_cast<std::int64_t>(me.deadline_ns)») return false;",
-        "now_ns() > 0",
-        "failures", 2, "nobody gets any further"),
+        "now_ns() > 0", "failures", 2, "nobody gets any further"),
     "the clock goes back": Mistake(
         "native/device/wait.cuh", "waited_ns = «ns_since(start_)»;",
         "static_cast<std::int64_t>((now_ns() - start_) >> 1)", "rows", 2, "a wait was in vain"),
+    "a rank that has not come is said to have": Mistake(
+        "native/device/wait.cuh", "return «is_entry_of(entry, number)» ?", "true",
+        "failures", 2, "failure: rank . says that rank . came"),
     "the wrong rank is named": Mistake(
         "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),
@@ -240,8 +240,7 @@ MISTAKES = {
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
     "a plan goes on after a failure": Mistake(
         "native/plan/plan.cu", "«had_failed(me)») {\n    finish(me, rails, plan,",
-        "had_failed(me), false",
-        "failures", 2, "failure: rank . writes into other ranks' windows"),
+        "had_failed(me), false", "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a dispatch goes on after a failure": Mistake(
         "native/rows/dispatch.cu",
         "«!had_failed(me)») {\n    if (blockIdx.x == 0", "had_failed(me), true",
@@ -268,8 +267,7 @@ MISTAKES = {
         "native/low_latency/dispatch.cu",
         "ll.state->domains_of[thread] = found.domains;",
         "ll.state->domains_of[thread] = found.domains;"
-        "if (thread == 0) ll.state->dispatches = now.number;",
-        "ll", 2, "."),
+        "if (thread == 0) ll.state->dispatches = now.number;", "ll", 2, "."),
     "LL: a combine waits only for ranks with rows of its tokens": Mistake(
         "native/low_latency/combine.cu", "if («thread < locals && !has_failed») {",
         "thread < locals && !has_failed && places.count(thread, job.num_tokens) > 0",

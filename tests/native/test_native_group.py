@@ -70,10 +70,13 @@ def test_a_check_waits_for_the_device_before_it_says_that_all_is_well(native: Fa
 
 
 def test_a_rank_that_has_died_is_named(native: FakeGroup) -> None:
-    """Where ranks share a host's memory it is known."""
+    """Where ranks share a host's memory it is known; the device knows who has entered the call."""
     native.is_over = True
     with pytest.raises(PeerError, match=r"1\.5 s\): rank 2 \(process 7\) has died; look at the"):
         group_of(native, lost="rank 2 (process 7) has died").raise_failure()
+    native.failed = LATE._replace(peer_call=22)
+    with pytest.raises(PeerError, match=": it has entered the call, but its data has not come: "):
+        group_of(native).raise_failure()
 
 
 def test_a_check_waits_for_a_replayed_graph(native: FakeGroup) -> None:

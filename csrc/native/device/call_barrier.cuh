@@ -20,19 +20,6 @@
 
 namespace ncclep::native {
 
-// The number of this kernel's call; the same on every rank, and in every CTA until the last one
-// leaves.
-__device__ inline std::uint64_t current_entry(const KernelContext& me) {
-  return *static_cast<volatile std::uint64_t*>(&me.state->entries) + 1;
-}
-
-// The word in which `rank` tells rank `to` that it has entered.
-__device__ inline std::uint64_t* entry_word(const KernelContext& me, int to, std::uint64_t number,
-                                            int rank) {
-  return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.entries()) +
-         number % 2 * me.control.num_ranks + rank;
-}
-
 __device__ inline std::uint64_t entry_of(const KernelContext& me, std::uint64_t number) {
   return number << 48 | me.call;
 }
@@ -89,7 +76,7 @@ __device__ inline std::uint64_t wait_for_entry(const KernelContext& me, Phase ph
   std::uint64_t entry = 0;
   const bool is_here = wait_until(me, phase, peer, epoch, [&] {
     entry = load_acquire(word);
-    return entry != 0 && entry >> 48 == (number & 0xffffu);
+    return is_entry_of(entry, number);
   });
   return is_here ? entry : 0;
 }

@@ -9,7 +9,6 @@
 
 #include <cuda_runtime.h>
 
-#include "common/elapsed.cuh"
 #include "common/order.cuh"
 #include "native/state.h"
 
@@ -19,7 +18,7 @@ __device__ inline bool has_failed(const KernelContext& me) {
   return *static_cast<volatile unsigned int*>(&me.state->failed) != 0;
 }
 
-// `peer` caused the failure; `its_call` is used with Reason::kDiffers.
+// `peer` caused the failure; `its_call`: with Reason::kDiffers and kLate.
 __device__ inline void report_failure(const KernelContext& me, Reason reason, Phase phase, int peer,
                                       std::uint64_t epoch, std::uint64_t its_call = 0) {
   if (atomicExch(&me.state->failed, 1u) != 0) return;
@@ -36,6 +35,34 @@ __device__ inline void report_failure(const KernelContext& me, Reason reason, Ph
 // The number of this kernel's operation; the same on every rank, and in every CTA until `leave`.
 __device__ inline std::uint64_t current_epoch(const KernelContext& me) {
   return *static_cast<volatile std::uint64_t*>(&me.state->epoch) + 1;
+}
+
+// The number of this kernel's call (call_barrier.cuh); the same on every rank, and in every CTA
+// until the last one leaves.
+__device__ inline std::uint64_t current_entry(const KernelContext& me) {
+  return *static_cast<volatile std::uint64_t*>(&me.state->entries) + 1;
+}
+
+// The word in which `rank` tells rank `to` that it has entered.
+__device__ inline std::uint64_t* entry_word(const KernelContext& me, int to, std::uint64_t number,
+                                            int rank) {
+  return reinterpret_cast<std::uint64_t*>(me.control_of[to] + me.control.entries()) +
+         number % 2 * me.control.num_ranks + rank;
+}
+
+// Whether an entry is that of the call with this number.
+__device__ inline bool is_entry_of(std::uint64_t entry, std::uint64_t number) {
+  return entry != 0 && entry >> 48 == (number & 0xffffu);
+}
+
+// What `peer` has entered as its call with this kernel's number; 0: nothing yet.  Not inlined: it
+// is for the end of a group, and would take registers from every wait.
+static __device__ __noinline__ std::uint64_t entered_call(const State* state,
+                                                          const std::uint64_t* entries,
+                                                          int num_ranks, int peer) {
+  const std::uint64_t number = *static_cast<const volatile std::uint64_t*>(&state->entries) + 1;
+  const std::uint64_t entry = load_relaxed(entries + number % 2 * num_ranks + peer);
+  return is_entry_of(entry, number) ? entry & ~(~std::uint64_t{0} << 48) : 0;
 }
 
 // The word in which a rank that stops tells rank `to`: the operation before which it stops, and
@@ -74,7 +101,9 @@ class Deadline {
     if (start_ == 0) start_ = now_ns();
     const std::int64_t waited_ns = ns_since(start_);
     if (waited_ns <= static_cast<std::int64_t>(me.deadline_ns)) return false;
-    report_failure(me, Reason::kLate, phase, peer, epoch);
+    const std::uint64_t* entries = entry_word(me, me.rank, 0, 0);
+    report_failure(me, Reason::kLate, phase, peer, epoch,
+                   entered_call(me.state, entries, me.control.num_ranks, peer));
     return true;
   }
 

@@ -148,7 +148,13 @@ class NativeGroup:
             calls = sorted([(me, failure.own_call), (peer, failure.peer_call)])
             return _difference({r: self.module.call_values(call) for r, call in calls}, phase)
         whose = "its low-latency object" if phase.startswith("low-latency") else "the group"
-        lost = self.group.lost(0) or "it died, is late, or made a different sequence of calls"
+        why = "it died, is late, or made a different sequence of calls"
+        if failure.peer_call:
+            why = (
+                "it has entered the call, but its data has not come: it waits for another rank "
+                "itself, or the links or the network between the two have failed"
+            )
+        lost = self.group.lost(0) or why
         return PeerError(
             f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
             f"{failure.operation} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at "

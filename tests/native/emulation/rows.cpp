@@ -334,5 +334,8 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
     }
   } else {
     require(reason == Reason::kLate, "failure: rank ", rank, " does not say that it waited");
+    const bool may_enter = mailbox.failed_peer != victim || how != Failing::kStops;
+    require(may_enter || mailbox.failed_calls[1] == 0, "failure: rank ", rank, " says that rank ",
+            victim, " came");
   }
 }

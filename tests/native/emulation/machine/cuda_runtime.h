@@ -9,6 +9,7 @@
 #include "emulator.h"
 
 #define __device__
+#define __noinline__
 #define __host__
 #define __global__
 #define __grid_constant__

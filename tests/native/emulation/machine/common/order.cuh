@@ -10,6 +10,7 @@ inline std::uint64_t now_ns() {
   emu::yield();
   return emu::now();
 }
+inline std::int64_t ns_since(std::uint64_t start) { return std::int64_t(now_ns() - start); }
 
 inline std::uint64_t load_relaxed(const std::uint64_t* word) {
   emu::yield();
