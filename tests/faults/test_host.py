@@ -47,9 +47,8 @@ def assert_no_answer(
             rf"{on_host}|{on_device})"
             rf"\(deadline ({DEADLINE_S:g}|{LONG_S:g}) s\): "
         )
-        assert re.match(
-            pattern + (r"(rank \d+|it died)" if reason else "(a rank|it) died"), text
-        ), text
+        why = r"rank \d+|it died|it has" if reason else "(a rank|it) died|it has entered the call"
+        assert re.match(rf"{pattern}({why})", text), text
     if reason:
         # A device gives up before a process that takes its time to end is gone.
         of_culprit = rf"rank {culprit} ({reason}|did not come in {phase}, operation)"
