@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import figures
@@ -50,6 +51,7 @@ def links_us(shape: Mapping[str, Any]) -> float:
     return len(PARTS) * float(shape["limit_us"])
 
 
+@cache
 def result(num_gpus: int, run: str) -> dict[str, Any]:
     """A run on so many GPUs."""
     return read(RESULTS / f"{DATE}-{num_gpus}x{GPU}-{run}" / "bench.json", FAILING)

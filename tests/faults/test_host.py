@@ -47,7 +47,8 @@ def assert_no_answer(
             rf"{on_host}|{on_device})"
             rf"\(deadline ({DEADLINE_S:g}|{LONG_S:g}) s\): "
         )
-        why = r"rank \d+|it died|it has" if reason else "(a rank|it) died|it has entered the call"
+        entered = "it has entered the call"
+        why = rf"rank \d+|it died|{entered}" if reason else f"(a rank|it) died|{entered}"
         assert re.match(rf"{pattern}({why})", text), text
     if reason:
         # A device gives up before a process that takes its time to end is gone.
