@@ -125,14 +125,15 @@ def libraries(
     """Sums of a plan and four passes, beside the time that the links need for them.
 
     Args:
-        groups: a shape, the links' time, and names of libraries with their sums; None: not run.
+        groups: a shape, the links' time, and names of libraries with their sums, or None where a
+            library refuses the shape.
         measured: the machine and versions of the measurements, one line.
     """
     left, unit = 176, 140  # a bar's start, and the length of the links' time
     bars = sum(len(each) for *_, each in groups)
     canvas = Canvas(700, 84 + 26 * bars + 40 * len(groups) + 24, "ncclep beside other libraries")
     canvas.text(20, 30, "Dispatch and combine, forward and backward, on 4 GPUs", 16, bold=True)
-    canvas.text(20, 52, "With the plan; lines: the time that the links need", 12.5)
+    canvas.text(20, 52, "With the plan; each in its fastest setting. Lines: the time that the links need", 12.5)
     y = 70
     for shape, limit, each in groups:
         canvas.text(20, y + 16, f"{shape}: the links need {limit:,.0f} us", 13, bold=True)
@@ -142,7 +143,7 @@ def libraries(
             length = 0.0 if us is None else unit * us / limit
             canvas.rect(left, y, length, 20, BLUES[2] if number == 0 else GREY, r=0)
             times = "" if us is None else f"{us:,.0f} us, {us / limit:.2f} times as long"
-            canvas.text(left + length + 6, y + 15, times or "not measured", 12.5)
+            canvas.text(left + length + 6, y + 15, times or "refuses this shape", 12.5)
             y += 26
         canvas.line(left + unit, top, left + unit, y, INK)
         y += 14
