@@ -133,7 +133,8 @@ def libraries(
     bars = sum(len(each) for *_, each in groups)
     canvas = Canvas(700, 84 + 26 * bars + 40 * len(groups) + 24, "ncclep beside other libraries")
     canvas.text(20, 30, "Dispatch and combine, forward and backward, on 4 GPUs", 16, bold=True)
-    canvas.text(20, 52, "With the plan; each in its fastest setting. Lines: the time that the links need", 12.5)
+    settings = "With the plan; each in its fastest setting. Lines: the time that the links need"
+    canvas.text(20, 52, settings, 12.5)
     y = 70
     for shape, limit, each in groups:
         canvas.text(20, y + 16, f"{shape}: the links need {limit:,.0f} us", 13, bold=True)
