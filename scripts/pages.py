@@ -32,22 +32,18 @@ from megatron_ncclep.config import EpConfig  # noqa: E402
 from megatron_ncclep.training.settings import Settings, flops_per_token  # noqa: E402
 
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
-LAYERS = RESULTS / "2026-11-24-1xH100-layers" / "bench.json"
 ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
 NETWORK = RESULTS / "2026-11-27-network" / "timeline.json"
 
-# Subjects of the first two runs, and their names in pages.
+# Subjects of layers and trainings, and their names in README.md's picture.
 BASELINE = "alltoall_fused"
 OURS = "ncclep:native"
 ADDED = {
     BASELINE: "alltoall, all fusions",
     OURS: "+ ncclep as dispatcher",
     f"{OURS}:grouped": "+ grouped experts",
-    f"{OURS}:grouped:full_iteration": "+ one CUDA graph, dropless",
+    f"{OURS}:grouped:full_iteration": "+ one CUDA graph",
 }
-# Layers with the experts of one rank of 8, and with all of them.
-PICTURED = ("qwen3-30b-a3b, rank of 8", "gpt-oss-120b, rank of 8", "deepseek-v3, rank of 8",
-            "mixtral-8x7b", "moe-2b")  # fmt: skip
 DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
 TIMELINE_SHAPE = "deepseek-v3"
 
@@ -55,57 +51,61 @@ HOME = "README.md"
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 
 
-def step_tflops(run: dict[str, Any]) -> dict[str, float]:
-    """Megatron-LM's model FLOPs of a step, in TFLOP/s, by the subject's name in `ADDED`."""
+def step_tflops(run: dict[str, Any], num_gpus: int) -> dict[str, float]:
+    """Megatron-LM's model FLOPs of a step, in TFLOP/s of a GPU, by the subject in `ADDED`."""
     settings = Settings.load(run["shape"]["model"], run["shape"]["changes"])
-    flops = flops_per_token(settings, VOCABULARY)
+    flops = flops_per_token(settings, VOCABULARY) / num_gpus
     done = {s["name"]: s["tokens_per_s"] for s in run["subjects"]}
     return {name: flops * done[f"train:{name}"] * 1e-12 for name in ADDED}
 
 
 def layer_tflops(result: dict[str, Any]) -> dict[str, float]:
-    """The experts' GEMMs of a layer, in TFLOP/s, by the subject's name in `ADDED`."""
+    """The experts' GEMMs of a layer, in TFLOP/s of a GPU, by the subject in `ADDED`."""
     us = {s["name"]: s["sum_us"] for s in result["subjects"]}
     least = PEAK_TFLOPS * sum(result["products_us"].values())
     return {name: least / us[f"layer:{name}"] for name in ADDED}
 
 
-def gains(training: dict[str, Any], layers: dict[str, Any]) -> tuple[str, str]:
-    """README.md's picture, and the table of training steps in docs/performance.md."""
-    assert measured_on(training) == measured_on(layers), "the picture has one line for both"
-    of_steps = {run["shape"]["name"]: step_tflops(run) for run in training["trainings"]}
-    of_layers = {one["shape"]["name"]: layer_tflops(one) for one in layers["shapes"]}
+def gains() -> str:
+    """README.md's picture: training steps on 4 and 2 GPUs, and layers on 4."""
 
     def bar(what: str, rates: dict[str, float], more: str = "") -> figures.Bar:
         speeds = [rate / rates[BASELINE] for rate in rates.values()]
         first, *_, last = rates.values()
         return what, speeds, f"{speeds[-1]:.2f}x: {first:.0f} to {last:.0f}{more}"
 
-    steps, rows = [], []
-    for name, rates in of_steps.items():
+    steps = []
+    for num_gpus in (4, 2):
+        (run,) = comparison.result(num_gpus, "training")["trainings"]
+        rates = step_tflops(run, num_gpus)
         first, *_, last = (100 * rate / DENSE_TFLOPS for rate in rates.values())
-        sequence = f"sequence {name.replace('x', ' x ')}"
-        steps.append(bar(sequence, rates, f" ({first:.0f} to {last:.0f} %)"))
+        steps.append(bar(f"{num_gpus} GPUs", rates, f" ({first:.0f} to {last:.0f} %)"))
+    layers = comparison.result(4, "layers")
     groups = [
-        ("Training step, GPT of 1.9 billion parameters: TFLOP/s, share of peak (MFU)", steps),
-        ("One MoE layer, forward and backward: TFLOP/s",
-         [bar(name, of_layers[name]) for name in PICTURED]),
+        ("Training step, GPT of 1.9 billion parameters: TFLOP/s of a GPU (MFU)", steps),
+        ("One MoE layer on 4 GPUs, forward and backward: TFLOP/s of a GPU",
+         [bar(one["shape"]["name"], layer_tflops(one)) for one in layers["shapes"]]),
     ]  # fmt: skip
+    return figures.gains(groups, [*ADDED.values()], measured_on(layers))
+
+
+def steps_table(training: dict[str, Any]) -> str:
+    """The training steps on one GPU, in docs/performance.md."""
+    rows = []
     for run in training["trainings"]:
-        name = run["shape"]["name"]
-        rates = of_steps[name]
+        rates = step_tflops(run, 1)
         for subject in run["subjects"]:
             which = subject["name"].removeprefix("train:")
             us, busy = subject["step"]["median_us"], sum(subject["kinds_us"].values())
             rows.append([
-                name.replace("x", " x "), f"`{which}`", f"{us / 1000:.1f}",
+                run["shape"]["name"].replace("x", " x "), f"`{which}`", f"{us / 1000:.1f}",
                 f"{subject['tokens_per_s']:,.0f}", f"{rates[which] / rates[BASELINE]:.2f}",
                 f"{rates[which]:.1f}", f"{100 * rates[which] / DENSE_TFLOPS:.1f}",
                 f"{100 * busy / us:.0f}",
             ])  # fmt: skip
     head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "MFU, %:",
             "GPU busy, %:"]  # fmt: skip
-    return table(head, rows), figures.gains(groups, [*ADDED.values()], measured_on(training))
+    return table(head, rows)
 
 
 def timeline(engines: dict[str, Any]) -> str:
@@ -141,12 +141,12 @@ def _cell(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    steps, picture = gains(read(TRAINING), read(LAYERS))
     seen = json.loads(NETWORK.read_text())
-    parts = {"steps": steps, "options": options_table(), "variables": variables_table()}
+    parts = {"steps": steps_table(read(TRAINING)), "options": options_table(),
+             "variables": variables_table()}  # fmt: skip
     parts |= comparison.tables()
     drawn = {
-        "gains": picture, "data-flow": figures.data_flow(), "over-network": figures.over_network(),
+        "gains": gains(), "data-flow": figures.data_flow(), "over-network": figures.over_network(),
         "layer-timeline": timeline(read(ENGINES)),
         "network-timeline": figures.network_timeline(seen, measured_on(seen)),
         "libraries": comparison.figure(),
