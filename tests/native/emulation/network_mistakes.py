@@ -54,7 +54,7 @@ MISTAKES = {
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
         "if («!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)») return;", "false",
-        "rails-dispatches", 2, "dispatch: "),
+        "rails-dispatches", 2, "dispatch: ", 32),
     "rails: a phase is passed on before it has come": (
         "native/rails/phases.cuh",
         "if («!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)») ",
@@ -89,7 +89,7 @@ MISTAKES = {
     "rails: values are sent while those of the combine before are put": (
         "native/rows/combine.cu", "wait_for_entry(me, Phase::kCombine, «source», entry",
         "host_of(me, source)",
-        "rails-combines", 4, "combine: weights", 112),
+        "rails-combines", 4, "combine: weights", 119),
     "rails: a sum is counted before it is stored": (
         "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd", "",
         "rails-combines", 4, "combine: "),
@@ -123,7 +123,7 @@ MISTAKES = {
         "rails-ll", 4, "ll dispatch: "),
     "rails: windows close while something is on its way": (
         "native/device/stop.cu", "round <= «kLastRounds»;", "1",
-        "rails-failures", 4, "bytes are on their way"),
+        "rails-failures", 4, "bytes are on their way", 65),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
@@ -135,10 +135,10 @@ MISTAKES = {
         "rails-many", 33, "dispatch: "),
     "rounds: weights lie where rows of a round do": (
         "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
-        "rails-dispatches", 4, "dispatch: weight"),
+        "rails-dispatches", 4, "dispatch: weight", 106),
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
-        "rails-dispatches", 4, "."),
+        "rails-dispatches", 4, ".", 106),
     "rounds: tokens of later ones are summed, too": (
         "native/rows/domain_sums.cuh", "if (token >= «end_of_sums(me_, job_, own_)»)",
         "job_.num_tokens",
