@@ -95,7 +95,7 @@ def passes(num_gpus: int) -> str:
 
 
 def steps(num_gpus: int) -> str:
-    """Training steps."""
+    """Training steps on so many GPUs."""
     (of,) = subjects(result(num_gpus, "training"), "trainings").values()
     base, rows = of[f"train:{LAYERS[0]}"]["step"]["median_us"], []
     settings = Settings.load("moe-2b", {})
