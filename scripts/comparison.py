@@ -7,11 +7,10 @@ from functools import cache
 from typing import Any
 
 import figures
-from results import RESULTS, VOCABULARY, Subjects, measured_on, read, subjects, table
+from results import RESULTS, Subjects, measured_on, read, step_tflops, subjects, table
 
 from megatron_ncclep.benchmark import STEPS
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS
-from megatron_ncclep.training.settings import Settings, flops_per_token
 
 DATE, GPU = "2026-11-27", "H100"
 SHAPES = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")
@@ -54,17 +53,22 @@ def result(num_gpus: int, run: str) -> dict[str, Any]:
     return read(RESULTS / f"{DATE}-{num_gpus}x{GPU}-{run}" / "bench.json", FAILING)
 
 
+@cache
+def of_shapes(num_gpus: int, run: str) -> dict[str, Subjects]:
+    """The subjects of a run that does not train, by shape."""
+    return subjects(result(num_gpus, run), "shapes")
+
+
 def times(
-    rows: Sequence[tuple[str, str, str]], found: Mapping[str, Mapping[str, Subjects]], base: str,
-    limit: Sequence[str],
-) -> str:  # fmt: skip
+    num_gpus: int, rows: Sequence[tuple[str, str, str]], base: str, limit: Sequence[str]
+) -> str:
     """The sums of subjects for each shape, and how many times the one of `base` in the same run.
 
     `limit`: the last row, which says what bounds them.
     """
 
     def cell(run: str, name: str, shape: str) -> str:
-        of = found[run].get(shape, {})
+        of = of_shapes(num_gpus, run)[shape]
         if name not in of:
             return "-"
         us = of[name]["sum_us"]
@@ -81,7 +85,7 @@ def passes(num_gpus: int) -> str:
     """Each pass of the first shape, with rates."""
     rows = []
     for run, name, title in PASSES:
-        found = subjects(result(num_gpus, run), "shapes")[SHAPES[0]][name]
+        found = of_shapes(num_gpus, run)[SHAPES[0]][name]
         of: dict[str, Any] = found["passes"]
         plan = f"{of['plan']['median_us']:.0f}" if "plan" in of else "-"
         us = [f"{of[step]['median_us']:,.0f}" for step in PARTS]
@@ -96,24 +100,23 @@ def passes(num_gpus: int) -> str:
 
 def steps(num_gpus: int) -> str:
     """Training steps on so many GPUs."""
-    (of,) = subjects(result(num_gpus, "training"), "trainings").values()
-    base, rows = of[f"train:{LAYERS[0]}"]["step"]["median_us"], []
-    settings = Settings.load("moe-2b", {})
-    flops = flops_per_token(settings, VOCABULARY) / num_gpus
+    measured = result(num_gpus, "training")
+    (of,), (run,) = subjects(measured, "trainings").values(), measured["trainings"]
+    rates, rows = step_tflops(run, num_gpus), []
+    base = of[f"train:{LAYERS[0]}"]["step"]["median_us"]
     for name in LAYERS:
         found = of[f"train:{name}"]
         us, turns = found["step"]["median_us"], found["turns_us"]
         each = " and ".join(f"{turn / 1000:.1f}" for turn in turns)
         rows.append([f"`{name}`", f"{us / 1000:.1f} ({us / base:.2f})", each,
-                     f"{found['tokens_per_s']:,.0f}",
-                     f"{flops * found['tokens_per_s'] * 1e-12:.0f}"])  # fmt: skip
+                     f"{found['tokens_per_s']:,.0f}", f"{rates[f'train:{name}']:.0f}"])  # fmt: skip
     return table(["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"], rows)
 
 
 def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) -> list[str]:
     """A row with the least time for each shape."""
     shapes = {one["shape"]["name"]: one for one in result(num_gpus, run)["shapes"]}
-    return [what, *(f"{us_of(shapes[s]):,.0f}" if s in shapes else "-" for s in SHAPES)]
+    return [what, *(f"{us_of(shapes[shape]):,.0f}" for shape in SHAPES)]
 
 
 def tables() -> dict[str, str]:
@@ -121,8 +124,6 @@ def tables() -> dict[str, str]:
     made = {"passes beside others": passes(4)}
     for gpus in (4, 2):
         made[f"training on {gpus} GPUs"] = steps(gpus)
-        runs = {run: subjects(result(gpus, run), "shapes") for run, *_ in PASSES}
-        runs["layers"] = subjects(result(gpus, "layers"), "shapes")
         hooks = [("hybridep", name, "") for name in DISPATCHERS]
         layers = [("layers", f"layer:{name}", "") for name in LAYERS]
         links = limits(gpus, "hybridep", "the links' time", links_us)
@@ -133,7 +134,7 @@ def tables() -> dict[str, str]:
             ("hooks", hooks, hooks[0][1], links),
             ("layers", layers, layers[0][1], gemms),
         ):
-            made[f"{what} on {gpus} GPUs"] = times(rows, runs, base, limit)
+            made[f"{what} on {gpus} GPUs"] = times(gpus, rows, base, limit)
     return made
 
 
@@ -148,8 +149,7 @@ def figure() -> str:
             us = [
                 found["sum_us"]
                 for run, name, _ in PASSES
-                if name.startswith(begin)
-                and (found := subjects(result(4, run), "shapes")[shape].get(name))
+                if name.startswith(begin) and (found := of_shapes(4, run)[shape].get(name))
             ]
             bars.append((title, min(us, default=None)))
         groups.append((shape, links_us(one), bars))

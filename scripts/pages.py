@@ -24,12 +24,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import comparison  # noqa: E402
 import figures  # noqa: E402
-from results import RESULTS, VOCABULARY, measured_on, read, subjects, table  # noqa: E402
+from results import RESULTS, measured_on, read, step_tflops, subjects, table  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
-from megatron_ncclep.training.settings import Settings, flops_per_token  # noqa: E402
 
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
@@ -51,14 +50,6 @@ HOME = "README.md"
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 
 
-def step_tflops(run: dict[str, Any], num_gpus: int) -> dict[str, float]:
-    """Megatron-LM's model FLOPs of a step, in TFLOP/s of a GPU, by the subject in `ADDED`."""
-    settings = Settings.load(run["shape"]["model"], run["shape"]["changes"])
-    flops = flops_per_token(settings, VOCABULARY) / num_gpus
-    done = {s["name"]: s["tokens_per_s"] for s in run["subjects"]}
-    return {name: flops * done[f"train:{name}"] * 1e-12 for name in ADDED}
-
-
 def layer_tflops(result: dict[str, Any]) -> dict[str, float]:
     """The experts' GEMMs of a layer, in TFLOP/s of a GPU, by the subject in `ADDED`."""
     us = {s["name"]: s["sum_us"] for s in result["subjects"]}
@@ -77,7 +68,8 @@ def gains() -> str:
     steps = []
     for num_gpus in (4, 2):
         (run,) = comparison.result(num_gpus, "training")["trainings"]
-        rates = step_tflops(run, num_gpus)
+        all_rates = step_tflops(run, num_gpus)
+        rates = {name: all_rates[f"train:{name}"] for name in ADDED}
         first, *_, last = (100 * rate / DENSE_TFLOPS for rate in rates.values())
         steps.append(bar(f"{num_gpus} GPUs", rates, f" ({first:.0f} to {last:.0f} %)"))
     layers = comparison.result(4, "layers")
@@ -95,12 +87,13 @@ def steps_table(training: dict[str, Any]) -> str:
     for run in training["trainings"]:
         rates = step_tflops(run, 1)
         for subject in run["subjects"]:
-            which = subject["name"].removeprefix("train:")
+            name = subject["name"]
             us, busy = subject["step"]["median_us"], sum(subject["kinds_us"].values())
             rows.append([
-                run["shape"]["name"].replace("x", " x "), f"`{which}`", f"{us / 1000:.1f}",
-                f"{subject['tokens_per_s']:,.0f}", f"{rates[which] / rates[BASELINE]:.2f}",
-                f"{rates[which]:.1f}", f"{100 * rates[which] / DENSE_TFLOPS:.1f}",
+                run["shape"]["name"].replace("x", " x "), f"`{name.removeprefix('train:')}`",
+                f"{us / 1000:.1f}", f"{subject['tokens_per_s']:,.0f}",
+                f"{rates[name] / rates[f'train:{BASELINE}']:.2f}",
+                f"{rates[name]:.1f}", f"{100 * rates[name] / DENSE_TFLOPS:.1f}",
                 f"{100 * busy / us:.0f}",
             ])  # fmt: skip
     head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "MFU, %:",
