@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,14 +19,7 @@ from megatron_ncclep.libraries import extension
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
 
-# Harness is all of tests/ but test_*.py; a folder is one of the package or of csrc/.  The limits on
-# lines fall, unless a new feature needs its tests.  Tests of kernels over a network, and the
-# networks that they run on, have a limit of their own.
-MOST_HARNESS_LINES, MOST_TEST_LINES = 9_698, 33_127
-MOST_NETWORK_LINES = 3_788
-MOST_BENCHMARK_LINES, MOST_BENCHMARK_FILES = 4_942, 15
-MOST_FILES_OF_A_FOLDER = 12
-NETWORK = re.compile(r"tests/network/|tests/native/.*network|test_gpu_(network|links)\.py")
+MOST_LINES_OF_A_FILE = 450
 
 # docs/architecture.md: imports point only to what is to the left or in the same column.
 LAYERS = ("base", "libraries", "ranks", "engines", "steps", "integration", "tools")
@@ -173,15 +165,12 @@ def test_imports_point_one_way(path: Path):
     assert not wrong
 
 
-def test_native_folders_are_small_and_their_includes_form_no_circle():
+def test_includes_of_native_folders_form_no_circle():
     folders: dict[str, set[str]] = {}
-    sizes: Counter[str] = Counter()
     for path in (ROOT / "csrc").rglob("*.*"):
         own = str(path.parent.relative_to(ROOT / "csrc"))
-        sizes[own] += 1
         included = re.findall(r'^#include "(.+)/', path.read_text(), re.MULTILINE)
         folders.setdefault(own, set()).update(folder for folder in included if folder != own)
-    assert {folder: size for folder, size in sizes.items() if size > 12} == {}
     TopologicalSorter(folders).prepare()
 
 
@@ -254,33 +243,9 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
         assert "CUDA toolkit" in str(extension.unavailable_reason())
 
 
-def lines_of(paths: Iterable[Path]) -> int:
-    """Lines of these files, as `wc -l` counts them."""
-    return sum(path.read_bytes().count(b"\n") for path in paths)
-
-
-def sources(folder: Path) -> list[Path]:
-    """The files below a folder that are part of the source tree."""
-    kinds = (".py", ".c", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".json")
-    return [path for path in folder.rglob("*") if path.suffix in kinds]
-
-
-def test_tests_and_benchmark_keep_to_their_budget():
-    """Harness grows unnoticed: it was once larger than the product's Python."""
-    every_test = sources(ROOT / "tests")
-    network = [path for path in every_test if NETWORK.search(str(path.relative_to(ROOT)))]
-    tests = [path for path in every_test if path not in network]
-    harness = [path for path in tests if not path.match("test_*.py")]
-    benchmark = [path for path in sources(PACKAGE / "benchmark") if path.suffix == ".py"]
-    assert lines_of(harness) <= MOST_HARNESS_LINES
-    assert lines_of(tests) <= MOST_TEST_LINES
-    assert lines_of(network) <= MOST_NETWORK_LINES
-    assert lines_of(benchmark) <= MOST_BENCHMARK_LINES
-    assert len(benchmark) <= MOST_BENCHMARK_FILES
-
-
-def test_no_folder_has_too_many_files():
-    counts = Counter(path.parent for top in (PACKAGE, ROOT / "csrc") for path in sources(top))
-    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items()}
-    most = {"megatron_ncclep/benchmark": MOST_BENCHMARK_FILES}
-    assert {f: n for f, n in crowded.items() if n > most.get(f, MOST_FILES_OF_A_FOLDER)} == {}
+def test_no_file_is_too_long():
+    kinds = (".py", ".c", ".h", ".cpp", ".cu", ".cuh")
+    tops = (PACKAGE, ROOT / "csrc", ROOT / "scripts", ROOT / "examples")
+    sources = [path for top in tops for path in top.rglob("*") if path.suffix in kinds]
+    lines = {str(path.relative_to(ROOT)): path.read_bytes().count(b"\n") for path in sources}
+    assert {path: n for path, n in lines.items() if n > MOST_LINES_OF_A_FILE} == {}
