@@ -134,18 +134,18 @@ class _SwigluExperts(torch.autograd.Function):
         gate_up_grad, activated, probs_grad = products.fc2_backward(
             grad, stack_of(fc2), probs, gate_up, ends
         )
-        needs_fc1, needs_fc2 = map(any, _halves(ctx.needs_input_grad[4:]))
+        fc1_trained, fc2_trained = _halves(ctx.needs_input_grad[4:])
         rows_grad = None
         fc1_grads: list[Tensor | None] = [None] * len(fc1)
         fc2_grads = list(fc1_grads)
-        if needs_fc2:  # autograd drops the gradients of frozen ones
+        if any(fc2_trained):
             product = partial(products.weight_gradients, grad, activated, ends, False)
-            fc2_grads = store_weight_gradients(fc2, product, mode.target)
+            fc2_grads = store_weight_gradients(fc2, fc2_trained, product, mode.target)
         if ctx.needs_input_grad[0]:
             rows_grad = products.fc1_backward(gate_up_grad, stack_of(fc1), ends)
-        if needs_fc1:
+        if any(fc1_trained):
             product = partial(products.weight_gradients, gate_up_grad, rows, ends, True)
-            fc1_grads = store_weight_gradients(fc1, product, mode.target)
+            fc1_grads = store_weight_gradients(fc1, fc1_trained, product, mode.target)
         return rows_grad, probs_grad.to(ctx.probs_dtype), None, None, *fc1_grads, *fc2_grads
 
 
