@@ -24,7 +24,6 @@ FIELDS: dict[str, Any] = {
     "activation_func": F.silu,
     "bias_activation_fusion": True,
     "moe_grouped_gemm": True,
-    "gradient_accumulation_fusion": True,
     "use_cpu_initialization": False,
 }
 # Of the largest value: as in test_gpu_grouped_experts.py.

@@ -204,12 +204,12 @@ def train(
 
     dtype = torch.bfloat16 if te else torch.float32
     initialize(ep=2, device=device)
+    if te:
+        fields["gradient_accumulation_fusion"] = change.fuses
     config = make_config("ncclep", dtype, 2, ncclep=options, **fields)
     chosen = selection.Choice("grouped", "a test says so")
     with mock.patch.object(selection, "choose", return_value=chosen):
         layer = build_layer(config, device, te)
-    if te:
-        config.gradient_accumulation_fusion = change.fuses
     seen: Seen = []
     torch.manual_seed(7)
     if not change.after_ddp:
