@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from megatron_ncclep import envs
 from megatron_ncclep.errors import EngineUnavailableError, PeerError
@@ -214,7 +215,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
 
 def _make_group(device: str, name: str, rank: int, size: int) -> dist.ProcessGroup:
     """Make a group as torch does, but without adding it to torch's list of groups.  Collective."""
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     group = dist.ProcessGroup(store, rank, size)
     backend: Any
     if device == "cuda":
@@ -222,7 +223,8 @@ def _make_group(device: str, name: str, rank: int, size: int) -> dist.ProcessGro
         backend = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
     else:
         kind = dist.ProcessGroup.BackendType.GLOO
-        backend = dist.ProcessGroupGloo(store, rank, size)
+        timeout = dist.distributed_c10d.default_pg_timeout
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     group._set_default_backend(kind)
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device(device), kind, backend)

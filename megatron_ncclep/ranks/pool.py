@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
 
@@ -86,7 +87,7 @@ class RankPool:
         self.prepare = prepare
         self._process: Any = None
         self._pipes: list[Connection] = []
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def run(
         self,
@@ -187,7 +188,7 @@ class RankPool:
         self._pipes = list(ours)
 
 
-def loopback_store() -> dist.TCPStore:
+def loopback_store() -> TCPStore:
     """Make a store in which ranks of this machine meet; it takes a free port.
 
     torch's own listens on every interface, and what is in it leads to connections over which ranks
@@ -197,7 +198,7 @@ def loopback_store() -> dist.TCPStore:
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Up to torch 2.6 the server that uses libuv accepts no socket.
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         is_master=True,
