@@ -23,6 +23,7 @@ from megatron_ncclep.engines.nccl_ep.engine import NcclEpEngine
 from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.libraries.tested import untested_torch
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.version import __version__
 
@@ -213,5 +214,5 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     if group.rank == 0:
         for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
             group.log_once(logging.INFO, text, text)
-        for variable, text in envs.unknown().items():
-            group.log_once(logging.WARNING, variable, text)
+        for text in filter(None, (untested_torch(), *envs.unknown().values())):
+            group.log_once(logging.WARNING, text, text)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ PACKAGE = "quack-kernels"
 VERSION = "0.6.5"
 INSTALL = "pip install 'megatron-ncclep[experts]'"
 _CAPABILITY = 9
+# Its modules and those of nvidia-cutlass-dsl take the functions of any other folder for a user's.
+_MODULES = ("quack", "cutlass")
+_FOLDERS = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{PACKAGE} is not installed: {INSTALL}"
     if version != VERSION:
         return f"{PACKAGE} {version} is installed, and only {VERSION} was tried: {INSTALL}"
+    for module in _MODULES:
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            return f"{PACKAGE} {version} lacks its module {module}: {INSTALL}"
+        if not any(folder in spec.origin for folder in _FOLDERS):
+            return (
+                f"{PACKAGE} works only in a folder called {' or '.join(_FOLDERS)}, and its module "
+                f"{module} is {spec.origin}: install it where pip does by default"
+            )
     major, minor = torch.cuda.get_device_capability(device)
     if major != _CAPABILITY:
         return (
