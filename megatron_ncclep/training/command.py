@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=VALUE",
         help="change values of the model file, such as --set num-layers=2 lr=1e-3",
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         nargs="+",
+        action="extend",
         default=[],
         metavar="PATH",
         help="text files or folders, or the prefix of a Megatron .bin/.idx pair",
