@@ -222,7 +222,7 @@ def _checked(source: str, key: str, value: Any) -> Any:
         )
     if wanted is float and not math.isfinite(value):
         raise InputError(f"{source}: {key}: {value!r} must be a finite number")
-    if wanted is float and (value < 0 or key in BELOW_ONE and value >= 1):
+    if wanted is float and (value < 0 or (key in BELOW_ONE and value >= 1)):
         limits = "in [0, 1)" if key in BELOW_ONE else "0 or more"
         raise InputError(f"{source}: {key} {value}: must be {limits}")
     least = 0 if key == "seed" else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -74,7 +75,10 @@ def test_missing_empty_and_short_text(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
     short = write_text(tmp_path / "text.txt", num_bytes=200)
+    os.mkfifo(tmp_path / "pipe")
     for text, message in (
+        ("/dev/null", "/dev/null: it is a device or a pipe"),
+        (tmp_path / "pipe", "pipe: it is a device or a pipe: write its text to a file"),
         ("/no/such/place", "/no/such/place: no such file or folder"),
         (tmp_path / "empty.txt", "there is no text"),
         (tmp_path / "folder", "there is no text"),
@@ -153,7 +157,7 @@ def test_what_megatron_refuses_is_one_error(tmp_path: Path):
     """Megatron's checks of its own configuration were tracebacks of all ranks."""
     model = tmp_path / "model.yaml"
     model.write_text(yaml.safe_dump(MODEL | {"moe-router-group-topk": 2}))
-    with pytest.raises(InputError, match="Megatron-Core refuses the model's settings: .*groups"):
+    with pytest.raises(InputError, match=r"Megatron-Core refuses the model.s settings: .*groups"):
         transformer_config(Settings.load(str(model), {}), "alltoall", 1, None)
 
 
