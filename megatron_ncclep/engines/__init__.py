@@ -22,8 +22,9 @@ from megatron_ncclep.engines.nccl_ep.engine import CAPS as NCCL_EP_CAPS
 from megatron_ncclep.engines.nccl_ep.engine import NcclEpEngine
 from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
-from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import START_AGAIN
 from megatron_ncclep.version import __version__
 
 
@@ -90,7 +91,8 @@ def create_engine(
             invalid, or the ranks' arguments differ.
         EngineUnavailableError: the named engine cannot run here; says why.
         GroupClosedError: the process group was destroyed.
-        PeerError: a rank did not come in time.
+        PeerError: a rank did not come in time, or the group's ranks are out of step since an
+            earlier PeerError: close the group first (`megatron_ncclep.close`), on all ranks.
     """
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("this rank is not a member of the expert-parallel group it was given")
@@ -101,7 +103,7 @@ def create_engine(
         config = config or EpConfig.resolve()
     except InputError as error:
         config, problem = EpConfig(), str(error)
-    problem = problem or _problem(group, num_experts, config)
+    problem = problem or _failure_of(group) or _problem(group, num_experts, config)
     group.begin_first_step()
     values: dict[str, int | str | None] = {}
     if problem is None:  # otherwise num_experts may not even be a number
@@ -169,6 +171,17 @@ def _unavailable_reason(
     if num_experts is not None and most is not None and num_experts > most * group.size:
         return f"it takes at most {most} experts on a rank: {num_experts} need more ranks"
     return entry.unavailable_reason(group, config, num_experts)
+
+
+def _failure_of(group: EpGroup) -> str | None:
+    """Say that a wait has failed on this rank's device, so that the group cannot be used."""
+    try:
+        group.raise_failure()
+    except PeerError as error:
+        return f"the group has failed: {error}; {START_AGAIN}"
+    except InputError:  # closing the engines that refused a call, or differ, is enough
+        return None
+    return None
 
 
 def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:

@@ -153,7 +153,7 @@ def start(arguments: tuple[str, ...], tmp_path: Path) -> subprocess.Popen[bytes]
 def test_the_last_line_says_what_a_killed_rank_did(arguments: tuple[str, ...], tmp_path: Path):
     """The survivor's line stood above 40 lines of torchrun, which did not know the reason."""
     job = start(arguments, tmp_path)
-    ranks = [child for child in psutil.Process(job.pid).children(recursive=True)]
+    ranks = psutil.Process(job.pid).children(recursive=True)
     killed = next(child for child in ranks if child.environ().get("RANK") == "1")
     killed.kill()
     assert job.wait(timeout=TIMEOUT_S) != 0
