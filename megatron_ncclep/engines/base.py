@@ -108,7 +108,7 @@ class EngineBase(Generic[_Plan]):
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
     ) -> str | None:
         """Say what is wrong with the arguments of dispatch or combine on this rank."""
-        problem = checks.plan_problem(plan, self.plan_type, self.num_experts)
+        problem = checks.plan_problem(plan, self.plan_type, self)
         return problem or checks.rows_problem(  # otherwise it may not even be a plan
             phase == "dispatch", plan, rows, w, self.caps, self.group.device
         )

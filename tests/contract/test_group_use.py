@@ -12,6 +12,7 @@ from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
@@ -82,16 +83,18 @@ def test_a_failed_group_says_how_to_go_on(ctx: RankContext) -> None:
     """
     engine = create_engine(ctx.group, NUM_EXPERTS, EpConfig(engine="reference"))
     plan = engine.plan(topk(ctx))
+
+    def create() -> Engine:
+        return create_engine(ctx.group, NUM_EXPERTS, EpConfig(engine="reference"))
+
+    def combine_on_one() -> object:
+        # The other one's experts have failed, and it goes on with the next thing.
+        return create() if ctx.rank else engine.combine(plan, rows(ctx, plan.num_rows))
+
     with pytest.raises(PeerError, match=r"different calls.*, call megatron_ncclep\.close"):
-        if ctx.rank == 0:
-            engine.combine(plan, rows(ctx, plan.num_rows))
-        else:  # its experts have failed, and it goes on with the next thing
-            create_engine(ctx.group, NUM_EXPERTS, EpConfig(engine="reference"))
+        combine_on_one()
     if ctx.rank == 0:  # the other one does not come; nor is it waited for
-        for call in (
-            lambda: create_engine(ctx.group, NUM_EXPERTS, EpConfig(engine="reference")),
-            lambda: engine.plan(topk(ctx)),
-        ):
+        for call in (create, lambda: engine.plan(topk(ctx))):
             with pytest.raises(PeerError, match=r"cannot be agreed on.* different calls.*\.close"):
                 call()
     engine.close()

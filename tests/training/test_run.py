@@ -102,7 +102,7 @@ def test_the_share_that_was_dropped_is_told(
 ):
     """There is room for half of a balanced load; a warning alone does not say how much is lost."""
     output = trainer.train(
-        *(*arguments, "--out", tmp_path, "--steps", 2, "--ncclep-max-recv-rows", "0.5x")
+        *(*arguments, "--out", tmp_path, "--steps", 2, "--ncclep-max-recv-rows", 128)
     )
     assert "assignments dropped" in output
     (end,) = entries(tmp_path, "end")
