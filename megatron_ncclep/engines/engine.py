@@ -12,6 +12,7 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
@@ -96,7 +97,7 @@ class EngineCaps:
 
 
 @dataclass(eq=False)
-class RoutePlan:
+class RoutePlan(Uncopied):
     """Where every row goes: made once per micro-batch and layer, kept until backward.
 
     An engine subclasses it with whatever it needs to find the rows again; the fields here are what

@@ -36,6 +36,7 @@ class Combine(torch.autograd.Function):
             return ctx.engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
 
 
+@torch.compiler.disable
 def combine(
     engine: Engine, plan: RoutePlan, y: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:

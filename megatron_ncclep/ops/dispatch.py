@@ -76,6 +76,7 @@ def dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@torch.compiler.disable
 def dispatch(
     engine: Engine,
     plan: RoutePlan,
