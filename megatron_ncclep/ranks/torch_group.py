@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
 from megatron_ncclep.ranks.exchange import DYING_S
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
@@ -32,7 +33,7 @@ _DESTROYED = (
 )
 
 
-class TorchGroup:
+class TorchGroup(Uncopied):
     """The ranks of one process group, as torch sees them.
 
     Attributes:
