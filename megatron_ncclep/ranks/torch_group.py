@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
+from megatron_ncclep.libraries.tested import numbers
 from megatron_ncclep.ranks.exchange import DYING_S
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
@@ -204,17 +205,17 @@ class TorchGroup:
                 time.sleep(BUSY_WAIT_S)
 
 
-def wait_until_let_go(received: torch.Tensor) -> None:
+def wait_until_let_go(received: Any) -> None:
     """Wait until gloo's threads no longer hold a tensor that a collective has filled.
 
     Up to torch 2.7 a thread that is the last to hold one needs Python's lock to free it, and waits
     for ever for a process that keeps the lock while it destroys the group and waits for the thread.
     """
-    if torch.__version__ < (2, 8):
-        while (
-            received._use_count() > 1
-        ):  # one is Python's; the thread lets go of what was sent first
-            time.sleep(0)
+    give_up = time.monotonic() + LET_GO_S
+    has_bug = numbers(torch.__version__) < (2, 8)
+    # One use is Python's; a thread lets go of what was sent first.
+    while has_bug and received._use_count() > 1 and time.monotonic() < give_up:
+        time.sleep(0)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
