@@ -65,12 +65,7 @@ class EngineCaps:
         max_local_experts: most experts on one rank.
         low_latency_tokens: most tokens of a rank in low-latency mode; 0: the engine has none.
         min_ranks: ranks of the smallest group that it serves.
-        max_plan_bytes: the most bytes that a plan keeps at T = 8192 and K = 8.
-        compiles_at_run_time: its kernels are compiled at first use, which takes seconds for each
-            new combination of ranks, experts per rank, row bytes and dtype.
         captures_static: in static mode no call waits for the device: a CUDA graph can capture all.
-        device_deadline: its kernels wait for those of other ranks until a deadline; when that
-            passes, the next call raises and names the rank.
         compares_on_device: dispatch and combine, and plan in static mode, do not wait for other
             hosts unless the option check_calls is set: the devices compare arguments, and a later
             call raises the errors.
@@ -89,10 +84,7 @@ class EngineCaps:
     max_local_experts: int | None = None
     low_latency_tokens: int = 0
     min_ranks: int = 1
-    max_plan_bytes: int = 2 * 2**20
-    compiles_at_run_time: bool = False
     captures_static: bool = False
-    device_deadline: bool = False
     compares_on_device: bool = False
 
 

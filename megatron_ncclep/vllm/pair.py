@@ -185,23 +185,9 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     # --- the two steps, in halves -----------------------------------------------------------------
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool,
-    ) -> Any:
+    def prepare(self, *args: Any, **named: Any) -> Any:
         """Both halves of a dispatch; see `prepare_async`."""
-        receive = self.prepare_async(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input,
-            quant_config, defer_input_quant,
-        )  # fmt: skip
-        return receive()
+        return self.prepare_async(*args, **named)()
 
     def prepare_async(
         self,

@@ -9,6 +9,7 @@ import gc
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,13 @@ import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
-from megatron_ncclep.errors import GroupClosedError, InputError, LibraryError, PeerError
+from megatron_ncclep.errors import (
+    GroupClosedError,
+    InputError,
+    LibraryError,
+    PeerError,
+    RefusedError,
+)
 from megatron_ncclep.ranks import all_to_all, torch_group
 from megatron_ncclep.ranks import group as ranks_group
 from megatron_ncclep.ranks.exchange import HostLink
@@ -75,6 +82,24 @@ def test_everything_shared_is_checked(process_group: dist.ProcessGroup) -> None:
         megatron_ncclep.check()
     second.close()
     megatron_ncclep.check()
+
+
+def test_a_group_that_failed_on_the_device_gets_no_new_engine(
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Its kernels would have delivered NaN; the hosts agreed, and nothing said how to go on."""
+    config = EpConfig(engine="reference")
+    windows = mock.Mock(spec=["raise_failure", "close"])
+    EpGroup.of(process_group).share("windows", lambda: windows)
+    windows.raise_failure.side_effect = PeerError("rank 1 did not come in dispatch")
+    with pytest.raises(InputError, match=r"rank 1 did not come .*; call megatron_ncclep\.close"):
+        megatron_ncclep.create_engine(process_group, 4, config)
+    # To close the engines that have refused is enough.
+    windows.raise_failure.side_effect = RefusedError("dispatch: rank 1: x is wrong")
+    megatron_ncclep.create_engine(process_group, 4, config)
+    megatron_ncclep.close(process_group)
+    windows.close.assert_called_once()
+    megatron_ncclep.create_engine(process_group, 4, config)
 
 
 # --- who may use what is shared, and how long ----------------------------------------------------

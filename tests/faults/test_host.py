@@ -113,7 +113,7 @@ def test_a_rank_that_dies_while_memory_is_shared_leaves_none(
 def test_a_rank_that_leaves_out_a_call(end_of: Callable[..., list[str]], engine_name: str) -> None:
     *others, last = texts = end_of("skips")
     assert all(text.startswith("PeerError: ") for text in texts), texts
-    if ENGINES[engine_name].caps.device_deadline:
+    if ENGINES[engine_name].caps.compares_on_device:
         # Only its own host waits, and the others' devices, which it does not reach.
         # Without shared memory its host learns only that nobody comes.
         gone = r"(rank 0 has gone on to call \d+ without an exchange|plan, call \d+ \(deadline)"
