@@ -146,7 +146,7 @@ class _Copier:
             return done[id(item)]
         if isinstance(item, torch.Tensor):
             return self._watched(item)
-        if type(item) in (list, set, frozenset) or type(item).__new__ is tuple.__new__:
+        if type(item) in (set, frozenset) or type(item).__new__ is tuple.__new__:
             new = type(item)(self._copied(value, done) for value in item)
         elif isinstance(item, tuple) and hasattr(item, "_make"):
             new = item._make(self._copied(value, done) for value in item)
@@ -156,8 +156,9 @@ class _Copier:
         return new
 
     def _copied_object(self, item: Any, done: dict[int, Any]) -> Any:
-        """A copy of an array, or of an object with attributes, which may also be a dict."""
-        is_array = type(item).__module__ == "numpy" and not item.dtype.hasobject
+        """A copy of an array, a dict, a list or an object with attributes."""
+        dtype = getattr(item, "dtype", None)
+        is_array = type(item).__module__ == "numpy" and not getattr(dtype, "hasobject", True)
         names = copyreg._slotnames(type(item))  # type: ignore[attr-defined]
         has_attributes = hasattr(item, "__dict__") or names
         is_hashed = type(item).__hash__ not in (None, object.__hash__)
@@ -169,7 +170,7 @@ class _Copier:
             new = item
         if is_array:
             return new
-        if new is item or not (has_attributes or isinstance(item, dict)):
+        if new is item or not (has_attributes or isinstance(item, dict | list)):
             self.unknown = f"{type(item).__module__}.{type(item).__qualname__}"
             return item
         done[id(item)] = new  # its attributes may lead back to it

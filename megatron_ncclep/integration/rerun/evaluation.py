@@ -22,6 +22,10 @@ class CheckedEvaluations:
         self._ranks = TrainingRanks(options)
         self._is_running = False
 
+    def __reduce__(self) -> Any:
+        """A copy of the model, or one from a file, makes its own."""
+        return type(None), ()
+
     def run(
         self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]
     ) -> Any:

@@ -37,7 +37,7 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
 )
 _ARGUMENTS = ["data_iterator", "model", "forward_only"]
-# Where a model keeps its `Reruns` or `CheckedEvaluations`; None: it needs neither.
+# Where a model keeps its `Reruns` or `CheckedEvaluations`; False: it needs neither.
 _ATTRIBUTE = "_ncclep_reruns"
 # More than any word of a shortage: a rank could not run the step again.
 _REFUSED = 1 << 62
@@ -92,14 +92,14 @@ def _steps_of(arguments: dict[str, Any]) -> Reruns | CheckedEvaluations | None:
     config = _of_model(chunks[0], "config")
     if getattr(config, "moe_token_dispatcher_type", None) != NAME:
         return None
-    if _ATTRIBUTE not in vars(chunks[0]):
-        options, steps = resolve_options(config) or EpConfig.resolve(), None
+    steps: Any = vars(chunks[0]).get(_ATTRIBUTE)
+    if steps is None:
+        options, steps = resolve_options(config) or EpConfig.resolve(), False
         if options.on_overflow != DROP and can_drop(options):
             kind = Reruns if options.on_overflow == RERUN else CheckedEvaluations
             steps = kind(chunks, options)
         setattr(chunks[0], _ATTRIBUTE, steps)
-    found: Reruns | CheckedEvaluations | None = getattr(chunks[0], _ATTRIBUTE)
-    return found
+    return steps or None
 
 
 class _Seen(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,6 +83,8 @@ def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: Mod
     assert gathered(ctx, text) == [text] * ctx.num_ranks
     assert torch.equal(model.evaluate(0), expected)
     megatron_ncclep.check()  # the next training step is not blamed
+    steps: Any = model.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
+    assert copy.deepcopy(steps) is None  # a copy of the model makes its own
 
 
 def test_a_step_before_an_evaluation_is_blamed_itself(ctx: RankContext) -> None:
