@@ -11,9 +11,11 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.integration.patching import unknown
 
 # The name of the field, and of the dispatcher type that it configures.
 NAME = "ncclep"
@@ -27,6 +29,17 @@ class _Holder:
     ncclep: EpConfig | None = dataclasses.field(
         default=None, kw_only=True, compare=False, repr=False
     )
+
+
+def accept_type(module: ModuleType, name: str) -> None:
+    """Let a field of configs, from which command lines take their choices, accept our type."""
+    config_class = getattr(module, "TransformerConfig", None)
+    field = getattr(config_class, "__dataclass_fields__", {}).get(name)
+    if config_class is None or field is None or not get_args(field.type):
+        raise unknown(f"{module.__name__}.TransformerConfig.{name}", "a Literal of type names")
+    if NAME not in get_args(field.type):
+        field.type = Literal[(*get_args(field.type), NAME)]
+        config_class.__annotations__[name] = field.type
 
 
 def add_options_field(config_class: Any) -> None:
