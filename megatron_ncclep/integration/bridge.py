@@ -16,8 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from megatron_ncclep.integration.import_hook import Change
-from megatron_ncclep.integration.options.command_line import TYPE_FIELD
-from megatron_ncclep.integration.options.field import NAME
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD
 from megatron_ncclep.integration.patching import replaces, validated_as
 
 _VALIDATED_AS = "alltoall"

@@ -1,30 +1,9 @@
 """Gives Megatron-Core the dispatcher type `ncclep`.
 
-It patches places in Megatron, in memory only and without effect on other dispatcher types.  `EARLY`
-has those that a process needs to ask for us, changed right after their import (import_hook.py):
-
-    TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
-    TransformerConfig, field ncclep                      is new: one config's options
-    TransformerConfig, field inference_moe_token_d...    accepts it too (inference/support.py)
-    TransformerConfig.__setattr__, __setstate__          notice that a config asks for us
-    add_megatron_arguments                               offers our options, --ncclep-*
-    parse_args                                           takes their values
-    core_config_from_args                                takes YAML files without the new field
-
-and three more in Megatron-Bridge (bridge.py).  `LATE` has those that do the work, changed when a
-config or a command line first asks for us (`use`), wherever they have been imported to by then:
-
-    TransformerConfig.__post_init__                      validates the value as 'alltoall'
-    MoELayer.__init__                                    builds our dispatcher, groups experts
-    MoELayer._setup_inference_mode                       builds our dispatcher for generating text
-    skip_routed_expert_padding                           the dispatch has padded the rows
-    DynamicInferenceContext.__init__, update_requests    ready for CUDA graphs; asks for failures
-    TransformerLayer.__init__                            refuses CUDA graphs that would fail
-    DistributedDataParallel.__init__                     averages by two means; FSDP refuses to
-    MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
-    OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
-    Megatron's schedules, FullCudaGraphWrapper.__call__  run a step again in which rows did not fit
-    parallel_state.destroy_model_parallel                closes our groups first
+It patches places in Megatron, in memory only and without effect on other dispatcher types: `EARLY`
+right after their import (import_hook.py), because a process needs them to ask for us, and `LATE`
+when a config or a command line does that (`use`), wherever they have been imported to by then.
+docs/architecture.md lists them.
 
 In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
 steps (checks/optimizer_step.py), puts an error that ends the script into torchrun's summary
@@ -68,10 +47,7 @@ from megatron_ncclep.integration.checks.optimizer_step import (
     check_before_steps,
 )
 from megatron_ncclep.integration.checks.schedule import keep_inputs
-from megatron_ncclep.integration.checks.unsupported import (
-    announce_unused,
-    check_supported,
-)
+from megatron_ncclep.integration.checks.unsupported import announce_unused, check_supported
 from megatron_ncclep.integration.experts.layer_experts import (
     check_experts,
     counts_wanted,
@@ -79,7 +55,7 @@ from megatron_ncclep.integration.experts.layer_experts import (
     select_experts,
 )
 from megatron_ncclep.integration.gradient_averaging import change_ddp, refuse_in
-from megatron_ncclep.integration.import_hook import Change, after_import, imported
+from megatron_ncclep.integration.import_hook import imported
 from megatron_ncclep.integration.inference.support import (
     change_inference_context,
     change_inference_field,
@@ -89,20 +65,19 @@ from megatron_ncclep.integration.inference.support import (
 )
 from megatron_ncclep.integration.metrics_writers import change_report, change_track
 from megatron_ncclep.integration.options.command_line import (
-    TYPE_FIELD,
     change_add_arguments,
     change_core_config_from_args,
     change_parse_args,
 )
 from megatron_ncclep.integration.options.field import (
     NAME,
-    accept_type,
-    add_options_field,
+    TYPE_FIELD,
+    change_fields,
     resolve_options,
 )
 from megatron_ncclep.integration.options.uses import notices
 from megatron_ncclep.integration.patching import (
-    change_all,
+    Changes,
     check_methods,
     replaces,
     unknown,
@@ -129,19 +104,7 @@ _DISPATCHER_HOOKS = {
 
 _CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
-_EXPERTS_MODULE = "megatron.core.transformer.moe.experts"
-_TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
-_CONTEXT_MODULE = "megatron.core.inference.contexts.dynamic_context"
-_ARGUMENTS_MODULE = "megatron.training.arguments"
-_YAML_MODULE = "megatron.training.yaml_arguments"
-_DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
-_FSDP_MODULE = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-_TORCH_FSDP_MODULE = "megatron.core.distributed.torch_fully_sharded_data_parallel"
-_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _LOGGING_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
-_GROUPS_MODULE = "megatron.core.parallel_state"
-_SCHEDULES_MODULE = "megatron.core.pipeline_parallel.schedules"
-_FULL_GRAPH_MODULE = "megatron.core.full_cuda_graph"
 _OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
 
@@ -180,8 +143,7 @@ def watch() -> None:
     A place that is not what the integration expects causes only a warning, because the process may
     not use our dispatcher at all; `use` raises it.
     """
-    for name in EARLY:
-        after_import(name, change_early, MEGATRON.feature)
+    EARLY.watch()
     # Megatron's DDP refuses this variable with another dispatcher, which would ignore it.
     if envs.get("NCCLEP_GRADIENT_AVERAGING") == A2SGD:
         use()
@@ -194,23 +156,9 @@ def use() -> None:
         IntegrationError: a place of an imported module is not what the integration expects; those
             imported from now on only warn, and the next call raises it.
     """
-    for name in dict.fromkeys((*EARLY, *LATE)):
-        if (module := imported(name)) is not None:
-            change_module(module)
-    for name in EARLY:
-        after_import(name, change_early, MEGATRON.feature)
-    for name in LATE:
-        after_import(name, change_late, MEGATRON.feature)
-
-
-def change_early(module: ModuleType) -> None:
-    """Patch a module of `EARLY`; see `change_module`."""
-    change_all(module, EARLY[module.__name__], MEGATRON)
-
-
-def change_late(module: ModuleType) -> None:
-    """Patch a module of `LATE`; see `change_module`."""
-    change_all(module, LATE[module.__name__], MEGATRON)
+    for changes in (EARLY, LATE):
+        changes.require()
+        changes.watch()
 
 
 def change_module(module: ModuleType) -> None:
@@ -219,8 +167,8 @@ def change_module(module: ModuleType) -> None:
     Raises:
         IntegrationError: a place is not what the integration expects; names it.
     """
-    changes = EARLY.get(module.__name__, ()) + LATE.get(module.__name__, ())
-    change_all(module, changes, MEGATRON)
+    EARLY.change(module)
+    LATE.change(module)
 
 
 def warn_if_untested() -> None:
@@ -243,15 +191,6 @@ def check_dispatcher_hooks(layer_module: ModuleType) -> None:
         IntegrationError: names the hook.
     """
     check_methods(layer_module.MoETokenDispatcher, _DISPATCHER_HOOKS)
-
-
-def _change_field(module: ModuleType) -> None:
-    accept_type(module, TYPE_FIELD)
-
-
-def _add_options(module: ModuleType) -> None:
-    """Give every config, including copies, its own options."""
-    add_options_field(module.TransformerConfig)
 
 
 @replaces("TransformerConfig.__post_init__", ["self"])
@@ -387,30 +326,40 @@ def _refuse_ignored_experts(config: Any) -> None:
 
 
 # Module -> its patches: what is needed to ask for us, and what is needed then.
-EARLY: dict[str, tuple[Change, ...]] = {
-    _CONFIG_MODULE: (_change_field, change_inference_field, _add_options, notices(use)),
-    _ARGUMENTS_MODULE: (change_add_arguments, change_parse_args),
-    _YAML_MODULE: (change_core_config_from_args,),
-    **BRIDGE_HOOKS,
-}
-LATE: dict[str, tuple[Change, ...]] = {
-    _GROUPS_MODULE: (change_destroy,),
-    _CONFIG_MODULE: (_change_post_init,),
-    _LAYER_MODULE: (_change_layer, change_inference_setup),
-    _EXPERTS_MODULE: (change_padding,),
-    _CONTEXT_MODULE: (change_inference_context,),
-    _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
-    _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
-    _SCHEDULES_MODULE: (change_schedules,),
-    _FULL_GRAPH_MODULE: (change_full_iteration,),
-    _DDP_MODULE: (change_ddp,),
-    _FSDP_MODULE: (refuse_in("FullyShardedDataParallel"),),
-    _TORCH_FSDP_MODULE: (refuse_in("TorchFullyShardedDataParallel"),),
-    _UTILS_MODULE: (change_track,),
-    _LOGGING_MODULE: (change_report,),
-}
+EARLY = Changes(
+    MEGATRON,
+    {
+        _CONFIG_MODULE: (change_fields, change_inference_field, notices(use)),
+        "megatron.training.arguments": (change_add_arguments, change_parse_args),
+        "megatron.training.yaml_arguments": (change_core_config_from_args,),
+        **BRIDGE_HOOKS,
+    },
+)
+LATE = Changes(
+    MEGATRON,
+    {
+        "megatron.core.parallel_state": (change_destroy,),
+        _CONFIG_MODULE: (_change_post_init,),
+        _LAYER_MODULE: (_change_layer, change_inference_setup),
+        "megatron.core.transformer.moe.experts": (change_padding,),
+        "megatron.core.inference.contexts.dynamic_context": (change_inference_context,),
+        "megatron.core.transformer.transformer_layer": (_change_transformer_layer,),
+        _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
+        "megatron.core.pipeline_parallel.schedules": (change_schedules,),
+        "megatron.core.full_cuda_graph": (change_full_iteration,),
+        "megatron.core.distributed.distributed_data_parallel": (change_ddp,),
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter": (
+            refuse_in("FullyShardedDataParallel"),
+        ),
+        "megatron.core.distributed.torch_fully_sharded_data_parallel": (
+            refuse_in("TorchFullyShardedDataParallel"),
+        ),
+        "megatron.core.transformer.moe.moe_utils": (change_track,),
+        _LOGGING_MODULE: (change_report,),
+    },
+)
 # All modules among these of Megatron-Core and Megatron-LM.
-PLACES = tuple(name for name in {**LATE, **EARLY} if name not in BRIDGE_HOOKS)
+PLACES = tuple(name for name in {**LATE.table, **EARLY.table} if name not in BRIDGE_HOOKS)
 # Those that an older Megatron-Core lacks, along with the features hooked there.
 NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ncclep.errors import IntegrationError
-from megatron_ncclep.integration.import_hook import Change, the_finder
+from megatron_ncclep.integration.import_hook import Change, after_import, imported, the_finder
 from megatron_ncclep.integration.releases import MEGATRON, Program
 
 _MARK = "_changed_by_megatron_ncclep"
@@ -77,22 +77,44 @@ def _replace_imported(original: Any, replacement: Any) -> None:
                 contents[name] = replacement
 
 
-def change_all(module: ModuleType, changes: Iterable[Change], program: Program) -> None:
-    """Apply the changes of a module.
+class Changes:
+    """The changes of a program's modules; all of them are idempotent."""
 
-    Raises:
-        IntegrationError: one has failed, for whatever reason.
-    """
-    for change in changes:
-        try:
-            change(module)
-        except IntegrationError:
-            raise
-        except Exception as error:
-            raise IntegrationError(
-                f"{module.__name__} cannot be changed ({type(error).__name__}: {error}): "
-                f"{program.is_unknown}"
-            ) from error
+    def __init__(self, program: Program, table: dict[str, tuple[Change, ...]]) -> None:
+        """`table`: module -> its changes."""
+        self.program, self.table = program, table
+
+    def watch(self) -> None:
+        """Have them made now, or after an import; a failure is only a warning, one in a process."""
+        for name in self.table:
+            after_import(name, self.change, self.program.feature)
+
+    def require(self) -> None:
+        """Make those of all modules that are imported, because the feature is used.
+
+        Raises:
+            IntegrationError: one has failed.
+        """
+        for name in self.table:
+            if (module := imported(name)) is not None:
+                self.change(module)
+
+    def change(self, module: ModuleType) -> None:
+        """Make those of a module; it may have none.
+
+        Raises:
+            IntegrationError: one has failed, for whatever reason.
+        """
+        for change in self.table.get(module.__name__, ()):
+            try:
+                change(module)
+            except IntegrationError:
+                raise
+            except Exception as error:
+                raise IntegrationError(
+                    f"{module.__name__} cannot be changed ({type(error).__name__}: {error}): "
+                    f"{self.program.is_unknown}"
+                ) from error
 
 
 def raise_failure(program: Program) -> None:

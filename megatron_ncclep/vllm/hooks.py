@@ -13,18 +13,13 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from megatron_ncclep.errors import InputError, PeerError
-from megatron_ncclep.integration.import_hook import Change, after_import, imported
-from megatron_ncclep.integration.patching import change_all, raise_failure, replaces, unknown
+from megatron_ncclep.integration.patching import Changes, raise_failure, replaces, unknown
 from megatron_ncclep.integration.releases import VLLM
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.vllm import BACKEND
 
 FIELD = "all2all_backend"
-_CONFIG_MODULE = "vllm.config.parallel"
 _ARGUMENTS_MODULE = "vllm.engine.arg_utils"
-_COMMUNICATOR_MODULE = "vllm.distributed.device_communicators.base_device_communicator"
-_PAIRS_MODULE = "vllm.model_executor.layers.fused_moe.all2all_utils"
-_WORKER_MODULE = "vllm.v1.worker.gpu_worker"
 
 
 def install() -> None:
@@ -33,17 +28,7 @@ def install() -> None:
     A place that is not as expected causes only a warning, because this vLLM may have been started
     with another backend; `require_all` raises it.
     """
-    for name in HOOKS:
-        after_import(name, change_module, VLLM.feature)
-
-
-def change_module(module: ModuleType) -> None:
-    """Change one of the modules of `HOOKS`; does nothing to what is already changed.
-
-    Raises:
-        IntegrationError: a place is not as expected; names it.
-    """
-    change_all(module, HOOKS[module.__name__], VLLM)
+    HOOKS.watch()
 
 
 def require_all() -> None:
@@ -53,9 +38,7 @@ def require_all() -> None:
         IntegrationError: a place of an imported module is not as expected; names it.
     """
     raise_failure(VLLM)
-    for name in HOOKS:
-        if (module := imported(name)) is not None:
-            change_module(module)
+    HOOKS.require()
 
 
 def change_config(module: ModuleType) -> None:
@@ -190,16 +173,19 @@ def _is_ours(worker: Any) -> bool:
     return bool(getattr(worker.vllm_config.parallel_config, FIELD) == BACKEND)
 
 
-HOOKS: dict[str, tuple[Change, ...]] = {
-    _CONFIG_MODULE: (change_config,),
-    _COMMUNICATOR_MODULE: (change_communicator,),
-    _PAIRS_MODULE: (change_pairs,),
-    # Failures of the device are raised before vLLM hands out tokens, in CUDA graphs too.
-    _WORKER_MODULE: (
-        *(
-            replaces(f"Worker.{name}", [], VLLM)(_checked)
-            for name in ("execute_model", "sample_tokens", "execute_dummy_batch")
+HOOKS = Changes(
+    VLLM,
+    {
+        "vllm.config.parallel": (change_config,),
+        "vllm.distributed.device_communicators.base_device_communicator": (change_communicator,),
+        "vllm.model_executor.layers.fused_moe.all2all_utils": (change_pairs,),
+        # Failures of the device are raised before vLLM hands out tokens, in CUDA graphs too.
+        "vllm.v1.worker.gpu_worker": (
+            *(
+                replaces(f"Worker.{name}", [], VLLM)(_checked)
+                for name in ("execute_model", "sample_tokens", "execute_dummy_batch")
+            ),
+            replaces("Worker.compile_or_warm_up_model", [], VLLM)(_ending_first_step),
         ),
-        replaces("Worker.compile_or_warm_up_model", [], VLLM)(_ending_first_step),
-    ),
-}
+    },
+)

@@ -322,7 +322,7 @@ def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: st
 
     place = type(hooks)("vllm.v1.worker.gpu_worker")
     vars(place)["Worker"] = Worker
-    hooks.change_module(place)
+    hooks.HOOKS.change(place)
     later = Worker.execute_model(worker)
     assert later.get_output() == "tokens"
     with pytest.raises(PeerError, match="rank 1 did not come"):
@@ -363,7 +363,7 @@ def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> Non
         place = type(hooks)(f"vllm.{name}")
         vars(place).update(module)
         with pytest.raises(IntegrationError, match=rf"{words}.*\(0.24 to 0.33\)"):
-            hooks.change_module(place)
+            hooks.HOOKS.change(place)
     moe = real_vllm.moe_config(NUM_LOCAL, 2, ctx.rank, **SIZES)
     with (
         mock.patch.dict("sys.modules", {place.__name__: place}),

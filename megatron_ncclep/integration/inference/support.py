@@ -14,18 +14,8 @@ from typing import Any
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceSession
-from megatron_ncclep.integration.options.field import (
-    NAME,
-    accept_type,
-    derived,
-    resolve_options,
-)
-from megatron_ncclep.integration.patching import (
-    is_changed,
-    mark_patched,
-    replaces,
-    validated_as,
-)
+from megatron_ncclep.integration.options.field import NAME, accept_type, derived, resolve_options
+from megatron_ncclep.integration.patching import is_changed, mark_patched, replaces, validated_as
 from megatron_ncclep.ranks.group import EpGroup
 
 FIELD = "inference_moe_token_dispatcher_type"

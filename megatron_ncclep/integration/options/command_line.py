@@ -15,10 +15,8 @@ from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
 from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
-from megatron_ncclep.integration.options.field import NAME, options_hidden
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, options_hidden
 from megatron_ncclep.integration.patching import replaces
-
-TYPE_FIELD = "moe_token_dispatcher_type"
 
 
 @replaces("add_megatron_arguments", ["parser"])
@@ -56,17 +54,14 @@ def change_parse_args(original: Any) -> Any:
         options, kind = given_options(parsed), getattr(parsed, TYPE_FIELD, None)
         inference_kind = getattr(parsed, INFERENCE_FIELD, None)
         ignored = ignored_option(options, kind == NAME, inference_kind == NAME)
-        if ignored == "inference_tokens":
-            raise UnsupportedError(
-                "--ncclep-inference-tokens was given, but the inference dispatcher is "
-                f"{inference_kind!r}, which would ignore it: leave it out, or add "
-                f"--{INFERENCE_FIELD.replace('_', '-')} {NAME}"
-            )
         if ignored is not None:
+            whose, given, field = "", kind, TYPE_FIELD
+            if ignored == "inference_tokens":
+                whose, given, field = "inference ", inference_kind, INFERENCE_FIELD
             raise UnsupportedError(
-                f"--ncclep-{ignored.replace('_', '-')} was given, but the dispatcher "
-                f"is {kind!r}, which would ignore it: leave it out, or add "
-                f"--moe-token-dispatcher-type {NAME}"
+                f"--ncclep-{ignored.replace('_', '-')} was given, but the {whose}dispatcher is "
+                f"{given!r}, which would ignore it: leave it out, or add "
+                f"--{field.replace('_', '-')} {NAME}"
             )
         if kind == NAME:
             EpConfig.resolve()  # a mistake in the environment, before anything is built

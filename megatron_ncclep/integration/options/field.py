@@ -19,6 +19,7 @@ from megatron_ncclep.integration.patching import unknown
 
 # The name of the field, and of the dispatcher type that it configures.
 NAME = "ncclep"
+TYPE_FIELD = "moe_token_dispatcher_type"
 
 
 @dataclasses.dataclass
@@ -42,11 +43,13 @@ def accept_type(module: ModuleType, name: str) -> None:
         config_class.__annotations__[name] = field.type
 
 
-def add_options_field(config_class: Any) -> None:
-    """Add the field to `config_class` and to its existing subclasses.  Idempotent.
+def change_fields(module: Any) -> None:
+    """Let TransformerConfig accept our type; add the field to it and to its existing subclasses.
 
     Their constructors take it too, by keyword only.  Later subclasses get it from dataclasses.
     """
+    accept_type(module, TYPE_FIELD)
+    config_class = module.TransformerConfig
     if NAME in config_class.__dataclass_fields__:
         return
     field = _Holder.__dataclass_fields__[NAME]

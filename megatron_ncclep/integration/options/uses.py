@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_ncclep.integration.import_hook import Change
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
-from megatron_ncclep.integration.options.command_line import TYPE_FIELD
-from megatron_ncclep.integration.options.field import NAME
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD
 from megatron_ncclep.integration.patching import replaces
 
 

@@ -18,7 +18,7 @@ from megatron_ncclep.errors import IntegrationError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.integration.checks.optimizer_step import _check_step
 from megatron_ncclep.integration.import_hook import Finder, the_finder
-from megatron_ncclep.integration.patching import change_all, replaces
+from megatron_ncclep.integration.patching import Changes, replaces
 from megatron_ncclep.integration.releases import MEGATRON
 from megatron_ncclep.vllm import hooks as vllm_hooks
 
@@ -101,7 +101,7 @@ def test_whatever_fails_megatrons_import_goes_on(tmp_path: Path, case: str) -> N
 
     Here nothing is as expected, also where warnings are errors, or our own modules are broken.
     """
-    places = [*hooks.EARLY, *hooks.LATE]
+    places = [*hooks.EARLY.table, *hooks.LATE.table]
     out = run_python(
         """
         import importlib, sys, warnings
@@ -150,8 +150,8 @@ def test_whatever_fails_vllms_import_goes_on(tmp_path: Path, order: str) -> None
         except IntegrationError as error:
             print("in use:", error)
         """,
-        *(order, *vllm_hooks.HOOKS),
-        PYTHONPATH=empty_modules(tmp_path, *vllm_hooks.HOOKS),
+        *(order, *vllm_hooks.HOOKS.table),
+        PYTHONPATH=empty_modules(tmp_path, *vllm_hooks.HOOKS.table),
     )
     assert out.count("--all2all-backend ncclep is not available: ") == 1
     assert "in use: vllm." in out
@@ -170,9 +170,9 @@ def test_a_failure_during_a_later_import_stops_training(alone: Finder) -> None:
         raise KeyError("place")
 
     def import_twice() -> None:
-        late = ModuleType("late")
+        late = Changes(MEGATRON, {"late": (change,)})
         for _ in range(2):
-            alone.guard(lambda: change_all(late, [change], MEGATRON), MEGATRON.feature)
+            alone.guard(lambda: late.change(ModuleType("late")), MEGATRON.feature)
 
     words = r"ncclep is not available: late cannot be changed \(KeyError: 'place'\)"
     with pytest.warns(UserWarning, match=words) as seen:
