@@ -113,7 +113,7 @@ class Changes:
             except Exception as error:
                 raise IntegrationError(
                     f"{module.__name__} cannot be changed ({type(error).__name__}: {error}): "
-                    f"{self.program.is_unknown}"
+                    f"{self.program.not_known}"
                 ) from error
 
 
@@ -138,7 +138,7 @@ def check_methods(owner: Any, expected: dict[str, int]) -> None:
 
 def unknown(place: str, expected: str, program: Program = MEGATRON) -> IntegrationError:
     """The error for a program that differs from what is expected of it."""
-    return IntegrationError(f"{place} is not {expected}: {program.is_unknown}")
+    return IntegrationError(f"{place} is not {expected}: {program.not_known}")
 
 
 def mark_patched(function: Any) -> Any:

@@ -31,7 +31,7 @@ class Program(NamedTuple):
         return Version(self.oldest) <= found <= Version(self.newest)
 
     @property
-    def is_unknown(self) -> str:
+    def not_known(self) -> str:
         """The end of a message about a place that is not as expected."""
         return (
             f"this {self.name} is not one that megatron_ncclep knows ({self.oldest} to "

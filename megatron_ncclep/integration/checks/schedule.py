@@ -39,7 +39,7 @@ def keep_inputs(dispatcher_type: str) -> None:
             return
     raise IntegrationError(
         f"neither {' nor '.join(PLACES)} has {_FUNCTION}(), which says what the schedule of "
-        f"overlap_moe_expert_parallel_comm frees: {MEGATRON.is_unknown}"
+        f"overlap_moe_expert_parallel_comm frees: {MEGATRON.not_known}"
     )
 
 
