@@ -328,12 +328,13 @@ class EpConfig:
             raise InputError(f"{error} (set in the environment: {', '.join(variables)})") from None
 
     @classmethod
-    def of(cls, given: Any) -> EpConfig:
+    def of(cls, given: Any, where: str = "config.ncclep") -> EpConfig:
         """Build a checked copy of a config, or a config from a framework's representation of one.
 
         Args:
             given: an EpConfig, a mapping of options, or an object that has them as attributes, as
                 `dataclasses.asdict`, YAML files and OmegaConf make from an EpConfig.
+            where: what errors call it.
 
         Raises:
             InputError: it is something else, has an unknown option or a value outside its limits.
@@ -346,7 +347,7 @@ class EpConfig:
             options = vars(given)
         else:
             raise InputError(
-                f"config.ncclep is {given!r}: give it a megatron_ncclep.EpConfig(...), or a "
+                f"{where} is {given!r}: give it a megatron_ncclep.EpConfig(...), or a "
                 "mapping of its options"
             )
         # The name of the class: a key of files from which objects are made.

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from megatron_ncclep import envs
@@ -121,6 +122,21 @@ def _report(command: str, summary: str, text: str) -> None:
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     # One write: the lines of several ranks must not run together.
     sys.stderr.write(f"{command}: {rank}error: {text}\n")
+
+
+def first_report(folder: Path) -> str | None:
+    """What the first rank to report an error to torchrun said, in a line; None if none did.
+
+    Args:
+        folder: torchrun's `--log-dir`, which has the reports of one job.
+    """
+    reports = folder.rglob("error.json")
+    first = min(reports, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if first is None:
+        return None
+    lines = json.loads(first.read_text(encoding="utf-8"))["message"]["message"].splitlines()
+    text = lines[-1] if lines[0].startswith("Traceback") else " ".join(lines)
+    return f"rank {first.parent.name}: {text}"
 
 
 def _report_to_torchrun(text: str) -> None:

@@ -124,7 +124,7 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("static-one-row", uneven(6), E, max_recv_rows=1),
         Case("static-bf16", uneven(30), E, 4, dtype=torch.bfloat16, max_recv_rows=64, dropped=0.2),
         Case("static-worst", (13,) * R, E, 3, alignment=16, max_recv_rows="worst", skew=100.0),
-        Case("static-factor", (24,) * R, E, 3, alignment=16, max_recv_rows="0.75x", skew=0.5),
+        Case("static-factor", (24,) * R, E, 3, alignment=16, max_recv_rows="1x", skew=0.5),
     ]
     return cases
 

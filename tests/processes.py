@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from patience import patient
-from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.ranks.pool import RankContext, loopback_store
 
 # How many ranks are on each of the hosts that --hosts makes up: for processes of their own, and for
 # the oracle, while engines have to find out.
@@ -40,7 +39,7 @@ class Store:
     """What the ranks of a job meet in; it is here, as it is in torchrun, and outlives any rank."""
 
     def __init__(self) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
 
     def variables(self, num_ranks: int) -> dict[str, str]:
         """Torchrun's variables, except for a rank's own."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -113,6 +114,7 @@ def test_unknown_name_lists_the_names():
     [
         ("- num-layers", "must be a mapping"), ("", "must be a mapping"),
         ("lr: [1", "not valid YAML"), ("--lr: 1", "without its dashes"),
+        ("'lr 1; date #': 1", "without its dashes"), ("1: 1", "without its dashes"),
         ("lr: 1e-4", "such as 1.0e-4"), ("lr: '0.1'", "such as 1.0e-4"),
         ("lr:", "lr: None must be a number"), ("data-path: []", "leave out an empty list"),
         ("swiglu: [true]", "write a flag as true or false"),
@@ -131,6 +133,13 @@ def test_malformed_files_are_refused(write, text: str, message: str):
         ("torchrn: {standalone: true}", "unknown section 'torchrn'.*env, srun, torchrun"),
         ("torchrun: 8", "torchrun must be a mapping, is 8"),
         ("megatron: {lr: 1e-4}", "megatron: lr"),
+        # A name was written into the command as it is, with whatever follows a semicolon.
+        ("env: {'A=1 date; B': 1}", "env: 'A=1 date; B': write a variable's name"),
+        ("env: {a-b: 1}", "env: 'a-b': write a variable's name"),
+        ("srun: {'n 1; date; x': 1}", "srun: 'n 1; date; x': write an argument's name"),
+        ("torchrun: {$(date): 1}", r"torchrun: '\$\(date\)': write an argument's name"),
+        ("run: {'cpu; date': true}", "run: 'cpu; date': write an argument's name"),
+        ("megatron: {'a\\n': 1}", "write an argument's name"),
     ],
 )
 def test_malformed_cluster_files_are_refused(write, text: str, message: str):
@@ -343,6 +352,40 @@ def test_slurm_script_fills_in_the_job(fake_commands, cluster: str):
     ]  # fmt: skip
     assert started[started.index("-m") :][:4] == ["-m", "megatron_ncclep", "run", "--slurm"]
     assert "MASTER=node7:21234" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_requeued"),
+    [
+        (("--save", "a dir", "--load", "a dir"), True),
+        (("--save=a dir", "--load=a dir"), True),
+        (("--save=dir", "--load-main-params-from-ckpt"), False),
+    ],
+)
+def test_slurm_script_requeues_what_can_continue(
+    fake_commands, tmp_path: Path, arguments: tuple[str, ...], is_requeued: bool
+):
+    """A job with `--save=DIR --load=DIR` was told that it has neither, and not requeued."""
+    folder = tmp_path / "bin"
+    (folder / "srun").write_text(
+        '#!/bin/sh\necho ranks; until [ -e "$0.ended" ]; do sleep 0.1; done'
+    )
+    (folder / "scancel").write_text('#!/bin/sh\ntouch "$(dirname "$0")/srun.ended"\n')
+    (folder / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
+    for name in ("scancel", "scontrol"):
+        (folder / name).chmod(0o755)
+    job = subprocess.Popen(
+        [str(ROOT / "scripts" / "train.slurm"), "--model", "tiny", "--", *arguments],
+        env={**fake_commands, **SLURM_JOB}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert job.stdout is not None
+    assert "ranks\n" in iter(job.stdout.readline, "")
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=patient(60))
+    assert job.returncode == 0, text
+    assert ("scontrol requeue 31234" in text) is is_requeued
+    assert ("not requeued: without --save and --load" in text) is not is_requeued
 
 
 @pytest.mark.parametrize("missing", sorted(SLURM_JOB))

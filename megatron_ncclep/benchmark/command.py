@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--subjects",
+        type=lambda text: text.split(","),
+        action="extend",
         help="what to measure, separated by commas, such as native@24,nccl_ep_library,alltoall "
         "(default: all but layers, experts and those that train; an unknown name lists them); "
         "NAME@N: kernels of an engine or a library on N SMs; experts:megatron, experts:grouped: "

@@ -321,7 +321,7 @@ class Job(Checked):
         Raises:
             InputError: something is wrong or would be ignored.
         """
-        subjects = tuple(args.subjects.split(",")) if args.subjects is not None else ()
+        subjects = tuple(args.subjects or ())
         if args.mode == LOW_LATENCY:
             file = shapes.load(config := args.config or LOW_LATENCY_CONFIGS[args.smoke])
             # The file's subjects are those of the other mode.

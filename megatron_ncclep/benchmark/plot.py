@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bench.json of a run, or log.jsonl of a training (--ncclep-metrics-interval: metrics)",
     )  # fmt: skip
     add("-o", "--out", help="image file (default: a PNG file next to the result)")
-    add("--subjects", help="draw these only, separated by commas, such as native,nccl_ep")
+    add(
+        "--subjects", type=lambda text: text.split(","), action="extend",
+        help="draw these only, separated by commas, such as native,nccl_ep",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -66,13 +69,15 @@ def main(args: argparse.Namespace) -> int:
     try:
         if path.suffix == ".jsonl":
             if args.subjects is not None:
-                raise InputError(f"--subjects {args.subjects}: {path} has none, leave it out")
+                raise InputError(
+                    f"--subjects {','.join(args.subjects)}: {path} has none, leave it out"
+                )
             _require_matplotlib(out)
             metrics_plot.draw(path, out)
         else:
             result = results.load(path)
             if args.subjects is not None:
-                _keep(result, args.subjects.split(","))
+                _keep(result, args.subjects)
             draw(result, out)
     except OSError as error:
         wrong = f"{out}: {error.strerror}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ KINDS = ("model", "dispatcher", "cluster")  # of a run
 BENCHMARK = "benchmark"
 FLAT_KINDS = ("model", "dispatcher")
 BASE = "base"
+# Names that a shell takes as they are: they become words of a command.
+ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # The types that a field may have, by its annotation.
 TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
@@ -135,19 +139,22 @@ def parse_yaml(where: str, text: str) -> Any:
         raise InputError(f"{where}: not valid YAML: {reason}") from error
 
 
-def check_arguments(where: str, mapping: dict[str, object]) -> None:
-    """Refuse names and values that are ambiguous as command-line arguments.
+def check_arguments(where: str, mapping: dict[str, object], variables: bool = False) -> None:
+    """Refuse names and values that are ambiguous as words of a command.
 
     Args:
         where: the mapping's name in errors.
         mapping: argument names without their dashes, and their values.
+        variables: they are environment variables, not arguments.
 
     Raises:
         InputError: the first name or value of the wrong form.
     """
     for name, value in mapping.items():
-        if not isinstance(name, str) or name.startswith("-"):
-            raise InputError(f"{where}: {name!r}: write an argument's name without its dashes")
+        pattern = VARIABLE if variables else ARGUMENT
+        if not isinstance(name, str) or not pattern.fullmatch(name):
+            what = "a variable's name" if variables else "an argument's name without its dashes"
+            raise InputError(f"{where}: {name!r}: write {what}, which matches {pattern.pattern}")
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and (not value or any(isinstance(v, bool) for v in value)):
             raise InputError(

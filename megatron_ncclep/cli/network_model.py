@@ -117,6 +117,8 @@ class NetworkModel:
             name, _, value = item.partition("=")
             if name not in kinds:
                 raise InputError(f"--model-network {item}: the names are {', '.join(kinds)}")
+            if name in given:
+                raise InputError(f"--model-network {text}: {name} is given twice")
             try:
                 given[name] = kinds[name](value)
             except ValueError as error:

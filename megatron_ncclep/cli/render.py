@@ -76,7 +76,8 @@ def read_cluster(name_or_path: str) -> dict[str, dict[str, object]]:
         value = content.pop(section, {})
         if not isinstance(value, dict):
             raise InputError(f"cluster {name_or_path}: {section} must be a mapping, is {value!r}")
-        config_files.check_arguments(f"cluster {name_or_path}: {section}", value)
+        where = f"cluster {name_or_path}: {section}"
+        config_files.check_arguments(where, value, variables=section == "env")
         cluster[section] = value
     if content:
         raise InputError(

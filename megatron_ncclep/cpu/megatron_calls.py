@@ -82,9 +82,9 @@ def _convert_split_sizes() -> None:
 
     @functools.wraps(original)
     def maybe_move_tensor_to_cpu(
-        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+        tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        moved = original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        moved = original(tensor, as_numpy, *args, **kwargs)
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     replace(token_dispatcher, maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)

@@ -203,15 +203,16 @@ def _allow_uneven_collectives() -> None:
         tensor: torch.Tensor,
         group: Any = None,
         async_op: bool = False,
+        **further: Any,
     ) -> Any:
         if len({part.shape for part in tensor_list}) <= 1:
-            return all_gather_even(tensor_list, tensor, group=group, async_op=async_op)
+            return all_gather_even(tensor_list, tensor, group, async_op, **further)
         _refuse_async("all_gather", async_op)
         longest = max(len(part) for part in tensor_list)
         padded = tensor.new_zeros((longest, *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         gathered = [torch.empty_like(padded) for _ in tensor_list]
-        all_gather_even(gathered, padded, group=group)
+        all_gather_even(gathered, padded, group, **further)
         for part, source in zip(tensor_list, gathered, strict=True):
             part.copy_(source[: len(part)])
 
@@ -222,12 +223,13 @@ def _allow_uneven_collectives() -> None:
         op: Any = dist.ReduceOp.SUM,
         group: Any = None,
         async_op: bool = False,
+        **further: Any,
     ) -> Any:
         if len({part.shape for part in input_list}) <= 1:
-            return reduce_scatter_even(output, input_list, op=op, group=group, async_op=async_op)
+            return reduce_scatter_even(output, input_list, op, group, async_op, **further)
         _refuse_async("reduce_scatter", async_op)
         everything = torch.cat(list(input_list))
-        dist.all_reduce(everything, op=op, group=group)
+        dist.all_reduce(everything, op, group, **further)
         output.copy_(everything.split([len(part) for part in input_list])[dist.get_rank(group)])
 
     for module in (dist, dist.distributed_c10d):
@@ -258,31 +260,44 @@ def _share_gloo_device() -> None:
     as long as the group lives; on two cores these threads would take half the time.
     """
     group_class: Any = dist.ProcessGroupGloo
-    if not hasattr(group_class, "options"):
-        return  # this torch does not expose a group's device; training is only slower
     make = group_class.__init__
     made: list[Any] = []  # the options of the first group, which torch makes as usual
 
     @functools.wraps(make)
     def make_with_device(
-        self: Any,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: Any = dist.constants.default_pg_timeout,
+        self: Any, store: Any, rank: int, size: int, *further: Any, **named: Any
     ) -> None:
-        if isinstance(timeout, group_class._Options):  # with devices that the caller has chosen
-            make(self, store, rank, size, timeout)
-        elif not made:
-            make(self, store, rank, size, timeout)
-            made.append(self.options)
-        else:
-            options = group_class._Options()
-            options._timeout = timeout
-            options._devices, options._threads = made[0]._devices, made[0]._threads
+        if options := _with_device_of(made[0], further, named) if made else None:
             make(self, store, rank, size, options)
+            return
+        make(self, store, rank, size, *further, **named)
+        if not made:
+            made.append(getattr(self, "options", None))  # the group itself would never end
 
     replace(group_class, __init__=make_with_device)
+
+
+def _with_device_of(first: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Options of a new gloo group that uses another group's device.
+
+    Args:
+        first: the options of the other group.
+        further, named: what torch passes besides the store, the rank and the size.
+
+    Returns:
+        None if a torch passes what this file does not know, or options with devices that the caller
+        has chosen: such a group is made as torch wants it, and training is only slower.
+    """
+    if len(further) > 1:
+        return None
+    try:
+        options = type(first)()
+        options._devices, options._threads = first._devices, first._threads
+        for name, value in {**dict(zip(["timeout"], further, strict=False)), **named}.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+    except (AttributeError, TypeError):  # a name, or a kind of value, that options do not have
+        return None
+    return options
 
 
 def _refuse_async(collective: str, async_op: bool) -> None:

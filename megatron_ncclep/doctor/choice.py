@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
+from megatron_ncclep import cpu
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.cpu import torch_calls
+from megatron_ncclep.doctor.packages import has_megatron
 from megatron_ncclep.doctor.report import Finding, by_num_ranks
 from megatron_ncclep.engines import ENGINES, choose_engine
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH
+from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
@@ -24,6 +28,14 @@ from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 DEADLINE_S = 180.0
 # Seconds that one rank waits for another; shorter, so the error says which one is missing.
 WAIT_S = 60.0
+# Ranks of the group that is made on a machine without GPUs.
+CPU_RANKS = 2
+# How to learn more about a failure, or to get around it, by backend.
+REMEDIES = {
+    "nccl": "NCCL says more with NCCL_DEBUG=INFO in the environment",
+    "gloo": f"training on a CPU needs such a process group: torch {OLDEST_TORCH} to {NEWEST_TORCH} "
+    "are tested, install one of these",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
     """Each engine and why it cannot run, and which one `auto` takes.
 
     With GPUs: for 1 to N ranks, in N processes with one GPU each, or in `num_ranks` processes that
-    share GPUs.  Without GPUs: for this process alone.
+    share GPUs.  Without GPUs: for 1 and 2 ranks over gloo, set up as for training on a CPU.
 
     Raises:
         InputError: there are fewer GPUs than `num_ranks`, and NCCL does not let ranks share them.
@@ -55,15 +67,25 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
         raise InputError(
             f"--ranks {num_ranks}: {num_gpus} GPU(s) are visible; {place.HOW_TO_SHARE}"
         )
-    if not torch.cuda.is_available():
-        yield from describe({1: answer_alone()}, "gloo")
-        return
-    pool = RankPool(num_ranks or num_gpus, "nccl")
+    if torch.cuda.is_available():
+        pool = RankPool(num_ranks or num_gpus, "nccl")
+    else:
+        pool = RankPool(CPU_RANKS, "gloo", prepare=use_cpu)
     try:
-        yield from lsa_domain(pool)
+        if pool.backend == "nccl":
+            yield from lsa_domain(pool)
         yield from answers_of_ranks(pool)
     finally:
         pool.close()
+
+
+def use_cpu() -> None:
+    """Put the stand-ins for training on a CPU in place, Megatron-Core's only where it is."""
+    if has_megatron():
+        with remarks_hidden():
+            cpu.enable()
+    else:
+        torch_calls.replace_all()
 
 
 def lsa_domain(pool: RankPool) -> Iterator[Finding]:
@@ -76,7 +98,7 @@ def lsa_domain(pool: RankPool) -> Iterator[Finding]:
     try:
         sizes, problems = zip(*pool.run(_reach, timeout=DEADLINE_S), strict=True)
     except RankError as error:
-        yield Finding(subject, "not known", _failed("making an NCCL communicator", error))
+        yield Finding(subject, "not known", _failed("making an NCCL communicator", error, "nccl"))
         return
     yield Finding(
         subject,
@@ -98,9 +120,8 @@ def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
         try:
             answers[num_ranks] = merge(pool.run(answer_rank, ranks=num_ranks, timeout=DEADLINE_S))
         except RankError as error:
-            failure = Finding(
-                f"engines for {num_ranks} ranks", "not known", _failed("the choice", error)
-            )
+            reason = _failed("a process group and the choice", error, pool.backend)
+            failure = Finding(f"engines for {num_ranks} ranks", "not known", reason)
             break
     if answers:
         yield from describe(answers, pool.backend)
@@ -134,23 +155,6 @@ def answer_rank(context: RankContext) -> Answer:
     return answer(EpGroup.of(context.group))
 
 
-def answer_alone() -> Answer:
-    """Answer for a group of this process alone, over gloo."""
-    # Port 0: any free port.
-    dist.init_process_group(
-        "gloo",
-        init_method="tcp://127.0.0.1:0",
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=WAIT_S),
-    )
-    try:
-        assert dist.group.WORLD is not None  # just made
-        return answer(EpGroup.of(dist.group.WORLD))
-    finally:
-        dist.destroy_process_group()
-
-
 def merge(answers: Sequence[Answer]) -> Answer:
     """Merge the ranks' answers; if they differ, the text names the rank of each."""
     reasons: dict[str, str | None] = {}
@@ -169,7 +173,8 @@ def _reach(context: RankContext) -> tuple[int, str]:
     return communicator.lsa_size, communicator.network_problem()
 
 
-def _failed(what: str, error: RankError) -> str:
-    """Say that `what` failed, with the last line of the traceback."""
-    reason = str(error).strip().splitlines()[-1]
-    return f"{what} failed: {reason}; NCCL says more with NCCL_DEBUG=INFO in the environment"
+def _failed(what: str, error: RankError, backend: str) -> str:
+    """Say that `what` failed, with the first line of the error that a traceback ends with."""
+    lines = str(error).strip().splitlines()
+    reason = next((line for line in reversed(lines) if re.match(r"[\w.]+: ", line)), lines[-1])
+    return f"{what} failed: {reason}; {REMEDIES[backend]}"

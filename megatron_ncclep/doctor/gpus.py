@@ -50,8 +50,12 @@ def torch_and_gpus() -> Iterator[Finding]:
     """Torch's version, the driver's, and a line for each GPU that torch sees."""
     import torch
 
+    from megatron_ncclep.libraries.tested import untested_torch
+
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
-    yield Finding("torch", f"{torch.__version__}, {cuda}")
+    yield Finding(
+        "torch", "; ".join(filter(None, [f"{torch.__version__}, {cuda}", untested_torch()]))
+    )
     driver = None
     if pynvml is None:
         yield Finding("driver", "not known: nvidia-ml-py is not installed")

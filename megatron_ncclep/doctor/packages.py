@@ -68,9 +68,7 @@ def megatron_core() -> Iterator[Finding]:
     from megatron_ncclep.integration import hooks
     from megatron_ncclep.integration.releases import MEGATRON
 
-    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
-        "megatron.core"
-    ):
+    if not has_megatron():
         yield Finding("Megatron-Core", "not installed", INSTALL_MEGATRON)
         return
     try:
@@ -98,6 +96,11 @@ def megatron_core() -> Iterator[Finding]:
             continue
         yield _hook_point(name)
     yield _experts()
+
+
+def has_megatron() -> bool:
+    """Whether Megatron-Core is installed; does not import it."""
+    return bool(importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"))
 
 
 def _experts() -> Finding:

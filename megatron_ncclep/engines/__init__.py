@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import AUTO, MAX_COUNT, EpConfig
+from megatron_ncclep.config import AUTO, DROP, MAX_COUNT, EpConfig, thousandths
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.hierarchical import availability as hierarchical_availability
 from megatron_ncclep.engines.hierarchical.engine import CAPS as HIERARCHICAL_CAPS
@@ -22,8 +23,10 @@ from megatron_ncclep.engines.nccl_ep.engine import CAPS as NCCL_EP_CAPS
 from megatron_ncclep.engines.nccl_ep.engine import NcclEpEngine
 from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
-from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
+from megatron_ncclep.libraries.tested import untested_torch
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import START_AGAIN
 from megatron_ncclep.version import __version__
 
 
@@ -68,7 +71,7 @@ ENGINES: dict[str, EngineEntry] = {
 def create_engine(
     process_group: dist.ProcessGroup,
     num_experts: int,
-    config: EpConfig | None = None,
+    config: EpConfig | Mapping[str, Any] | None = None,
     ranks_per_expert: int = 1,
 ) -> Engine:
     """Make the engine that `config.engine` names for one expert-parallel group.  Collective.
@@ -78,8 +81,8 @@ def create_engine(
     Args:
         process_group: the expert-parallel group; its rank order is the experts' order.
         num_experts: E, experts of the whole group.
-        config: options; default: those of the environment.  The same on all ranks, except for
-            timeout_s and first_timeout_s, which each rank may choose for itself.
+        config: options, or a mapping of them; default: those of the environment.  The same on all
+            ranks, except for timeout_s and first_timeout_s, which each rank may choose for itself.
         ranks_per_expert: topk_idx will have this many copies of each assignment, each for a
             different rank (ops/expert_slices.py).  This only makes max_recv_rows="worst" smaller;
             it does not allow routings without these copies.
@@ -90,18 +93,24 @@ def create_engine(
             invalid, or the ranks' arguments differ.
         EngineUnavailableError: the named engine cannot run here; says why.
         GroupClosedError: the process group was destroyed.
-        PeerError: a rank did not come in time.
+        PeerError: a rank did not come in time, or the group's ranks are out of step since an
+            earlier PeerError: close the group first (`megatron_ncclep.close`), on all ranks.
     """
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("this rank is not a member of the expert-parallel group it was given")
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InputError(
+            f"process_group is {process_group!r}: give a group of torch.distributed, such as "
+            "torch.distributed.group.WORLD, after init_process_group"
+        )
     group = EpGroup.of(process_group)
     problem = None
     try:
         envs.get("NCCLEP_HOST_EXCHANGE")  # the first exchange reads it, too late to report an error
-        config = config or EpConfig.resolve()
+        config = EpConfig.resolve() if config is None else EpConfig.of(config, "config")
     except InputError as error:
         config, problem = EpConfig(), str(error)
-    problem = problem or _problem(group, num_experts, config)
+    problem = problem or _failure_of(group) or _problem(group, num_experts, config)
     group.begin_first_step()
     values: dict[str, int | str | None] = {}
     if problem is None:  # otherwise num_experts may not even be a number
@@ -171,6 +180,17 @@ def _unavailable_reason(
     return entry.unavailable_reason(group, config, num_experts)
 
 
+def _failure_of(group: EpGroup) -> str | None:
+    """Say that a wait has failed on this rank's device, so that the group cannot be used."""
+    try:
+        group.raise_failure()
+    except PeerError as error:
+        return f"the group has failed: {error}; {START_AGAIN}"
+    except InputError:  # closing the engines that refused a call, or differ, is enough
+        return None
+    return None
+
+
 def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
     """Say what is wrong with this rank's arguments of create_engine, if anything is."""
     if config.engine != AUTO and config.engine not in ENGINES:
@@ -187,6 +207,12 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
         return (
             f"max_recv_rows is {AUTO!r}, which is for Megatron's layers, where it follows "
             "the load of the last steps: give an engine a number, a factor or 'worst'"
+        )
+    rows = config.max_recv_rows
+    if isinstance(rows, str) and config.on_overflow == DROP and (thousandths(rows) or 1000) < 1000:
+        return (
+            f"max_recv_rows is {rows!r} and on_overflow {DROP!r}: even of a balanced load rows are "
+            "dropped: set '1x' or more, or, where tokens have fewer experts than top-k, a number"
         )
     if config.engine != AUTO:
         return _ignored_options(ENGINES[config.engine].caps, config)
@@ -213,5 +239,5 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     if group.rank == 0:
         for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
             group.log_once(logging.INFO, text, text)
-        for variable, text in envs.unknown().items():
-            group.log_once(logging.WARNING, variable, text)
+        for text in filter(None, (untested_torch(), *envs.unknown().values())):
+            group.log_once(logging.WARNING, text, text)

@@ -18,11 +18,12 @@ from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import Agreement
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 _Plan = TypeVar("_Plan", bound=RoutePlan)
 
 
-class EngineBase(Generic[_Plan]):
+class EngineBase(Uncopied, Generic[_Plan]):
     """The parts of `Engine` other than plan, dispatch and combine.
 
     A base class rather than a member of each engine, because nearly all of it is part of `Engine`:
@@ -43,6 +44,12 @@ class EngineBase(Generic[_Plan]):
     caps: EngineCaps
     ranks_per_expert = 1
     num_nodes = 1
+
+    def __init_subclass__(cls) -> None:
+        """Let torch.compile break its graph at each call, and trace nothing inside."""
+        for name in ("plan", "dispatch", "combine"):
+            if name in vars(cls):
+                setattr(cls, name, torch.compiler.disable(vars(cls)[name]))
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Not collective; called after every step that may fail on one rank."""
@@ -108,7 +115,7 @@ class EngineBase(Generic[_Plan]):
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
     ) -> str | None:
         """Say what is wrong with the arguments of dispatch or combine on this rank."""
-        problem = checks.plan_problem(plan, self.plan_type, self.num_experts)
+        problem = checks.plan_problem(plan, self.plan_type, self)
         return problem or checks.rows_problem(  # otherwise it may not even be a plan
             phase == "dispatch", plan, rows, w, self.caps, self.group.device
         )

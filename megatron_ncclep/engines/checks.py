@@ -6,8 +6,12 @@ engine first sends the sentence to the other ranks (`EpGroup.agree`), so that al
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import (
     BYTES,
     NOT_ROUTED,
@@ -17,11 +21,24 @@ from megatron_ncclep.engines.engine import (
 )
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """Takes the place of a wrong argument in a call, which then raises `problem` on all ranks."""
+
+    problem: str
+
+
 def type_problem(name: str, value: object) -> str | None:
-    """Say that `value` is not a tensor, if so."""
-    if isinstance(value, torch.Tensor):
+    """Say that `value` is not a tensor of this rank alone, if so."""
+    if type(value) is torch.Tensor:
         return None
-    return f"{name} is a {type(value).__name__}: it must be a torch.Tensor"
+    if isinstance(value, Wrong):
+        return value.problem
+    if not isinstance(value, torch.Tensor):
+        return f"{name} is a {type(value).__name__}: it must be a torch.Tensor"
+    if hasattr(value, "to_local"):
+        return f"{name} is a {type(value).__name__}: give this rank's part of it, {name}.to_local()"
+    return None
 
 
 def routing_shape(topk_idx: object) -> tuple[int, ...]:
@@ -190,10 +207,32 @@ def rows_problem(
     )
 
 
-def plan_problem(plan: RoutePlan, kind: type[RoutePlan], num_experts: int) -> str | None:
-    """Say why `plan` cannot be used by an engine whose plans are `kind`."""
+def plan_problem(plan: RoutePlan, kind: type[RoutePlan], engine: Any) -> str | None:
+    """Say why `plan` cannot be used by `engine`, whose plans are `kind`.
+
+    Engines of one group with the same number of experts and the same rows share their plans.
+    """
     if not isinstance(plan, kind):
         return f"the plan is a {type(plan).__name__}: use the engine that made it"
-    if plan.num_experts != num_experts:
-        return f"the plan is for {plan.num_experts} experts, the engine for {num_experts}"
+    if plan.made_by is engine:
+        return None
+    if plan.made_by.group is not engine.group:
+        return "the plan is for another process group: use the engine that made it"
+    theirs, own = _rows_of(plan.made_by), _rows_of(engine)
+    for name, value in own.items():
+        if theirs[name] != value:
+            return (
+                f"the plan is for {name} {theirs[name]}, the engine for {value}: use the engine "
+                "that made it"
+            )
     return None
+
+
+def _rows_of(engine: Any) -> dict[str, object]:
+    """What decides how many rows a plan of `engine` has, by the names that errors give it."""
+    config: EpConfig = engine.config
+    return {
+        "num_experts": engine.num_experts,
+        "alignment": config.block_alignment,
+        "max_recv_rows": config.max_recv_rows,
+    }

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 # An entry of topk_idx that routes nowhere.
 NOT_ROUTED = -1
@@ -96,7 +97,7 @@ class EngineCaps:
 
 
 @dataclass(eq=False)
-class RoutePlan:
+class RoutePlan(Uncopied):
     """Where every row goes: made once per micro-batch and layer, kept until backward.
 
     An engine subclasses it with whatever it needs to find the rows again; the fields here are what
@@ -107,7 +108,7 @@ class RoutePlan:
         plan_id: the same number on every rank of the group for the same plan.
         num_tokens: T, tokens of this rank.
         top_k: K, assignments per token.
-        num_experts: E, experts of the whole group.
+        made_by: the engine that made it.
         num_rows: N, rows of the dispatched tensor on this rank (padding included).
         counts: int64 [2 * num_local_experts + 1], on the plan's device: `tokens_per_expert`,
             `routed_per_expert` and `num_dropped`, one after the other.
@@ -116,7 +117,7 @@ class RoutePlan:
     plan_id: int
     num_tokens: int
     top_k: int
-    num_experts: int
+    made_by: Engine
     num_rows: int
     counts: torch.Tensor
 

@@ -24,6 +24,7 @@ from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 
 class _Last(enum.Enum):
@@ -75,7 +76,7 @@ class LowLatencyCalls(Protocol):
         ...
 
 
-class LowLatency:
+class LowLatency(Uncopied):
     """Alternating dispatch and combine, one micro-batch at a time; made by `create_low_latency`.
 
     All calls are collective, and every rank makes the same ones in the same order.  A rank may have
@@ -103,6 +104,7 @@ class LowLatency:
 
     # --- calls ------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def dispatch(
         self,
         x: torch.Tensor,
@@ -128,6 +130,7 @@ class LowLatency:
         self._last = _Last.DISPATCHED
         return rows
 
+    @torch.compiler.disable
     def send_dispatch(
         self,
         x: torch.Tensor,
@@ -142,6 +145,7 @@ class LowLatency:
         self._start_dispatch(Tokens(x, topk_idx, weights, scales), completes=False)
         self._last = _Last.DISPATCH_SENT
 
+    @torch.compiler.disable
     def complete_dispatch(self) -> LowLatencyRows:
         """Do the second half of `dispatch`."""
         self._require_open()
@@ -151,6 +155,7 @@ class LowLatency:
         self._last = _Last.DISPATCHED
         return rows
 
+    @torch.compiler.disable
     def combine(self, y: torch.Tensor, rows_of: torch.Tensor | None = None) -> torch.Tensor:
         """Return the experts' outputs for the last dispatch's rows, and add them up.
 
@@ -170,6 +175,7 @@ class LowLatency:
         self._last = _Last.COMBINED
         return out
 
+    @torch.compiler.disable
     def send_combine(self, y: torch.Tensor, rows_of: torch.Tensor | None = None) -> None:
         """Do the first half of `combine`, which does not wait.
 
@@ -178,6 +184,7 @@ class LowLatency:
         self._start_combine(y, rows_of, completes=False)
         self._last = _Last.COMBINE_SENT
 
+    @torch.compiler.disable
     def complete_combine(self) -> torch.Tensor:
         """Do the second half of `combine`."""
         self._require_open()

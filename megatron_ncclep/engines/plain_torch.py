@@ -1,4 +1,4 @@
-"""Calls that bypass autograd and torch's function modes."""
+"""Calls that bypass autograd, torch's function modes and torch.compile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def plain_torch(call: _Call) -> _Call:
-    """Let a function run without autograd and without torch's function modes.
+    """Let a function run without autograd, torch's function modes and torch.compile.
 
     torch asks a mode, such as the one in `cpu/`, about each operation on a tensor and each access
     to its attributes: half the time of a call of the reference engine.
@@ -23,4 +23,4 @@ def plain_torch(call: _Call) -> _Call:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return call(*args, **named)
 
-    return cast(_Call, run)
+    return cast(_Call, torch.compiler.disable(run))

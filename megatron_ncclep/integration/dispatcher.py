@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron_ncclep.config import DROP, WORST, EpConfig
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration.experts.layer_experts import GroupedInLayer, reversed_blocks
 from megatron_ncclep.integration.rerun.engines import LayerEngines
 from megatron_ncclep.metrics import LayerCounts, count_layer
 from megatron_ncclep.ops.combine import combine
@@ -65,6 +67,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         counts_on_device: bool = False,
         counts_add_up: bool = False,
         last_expert_first: bool = False,
+        grouped: GroupedInLayer | None = None,
         options: EpConfig | None = None,
     ) -> None:
         """Make the engine.  Collective over the ranks that hold the experts.
@@ -79,6 +82,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             counts_add_up: even then, the experts need the counts to cover every row.
             last_expert_first: the experts need their blocks in descending order.  The engine then
                 treats the rank's last expert as its first; no rows are moved for that.
+            grouped: the layer's grouped experts, which need that order.  When something was put on
+                their modules, rows are moved into Megatron's order, for its own experts.
             options: replace those of the config.
 
         Raises:
@@ -100,7 +105,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._counts_add_up = counts_add_up or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
         self._can_drop = can_drop(self.engine.config)
-        self._block = num_local_experts if last_expert_first else 1
+        self._grouped = grouped
+        self._block = num_local_experts if last_expert_first or grouped is not None else 1
         if (
             self._is_static
             and self._router_adds_assignments
@@ -115,6 +121,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
+        # Rows of each block in Megatron's order, if the rows were moved into it for this pass.
+        self._moved: list[int] | None = None
         self.cudagraph_attrs = ["_routing_map"]
         # For `metrics_interval`.
         self._counts: LayerCounts | None = None
@@ -213,6 +221,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
+        if self._grouped is not None and (change := self._grouped.change()):
+            return self._in_megatrons_order(plan, hidden_states, probs, change)
         if self._counts_on_device:
             counts = plan.tokens_per_expert
         else:
@@ -224,8 +234,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         return hidden_states, counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing to do: combine reads the experts' rows where they are."""
-        return hidden_states
+        """Put moved rows back; otherwise combine reads the experts' rows where they are."""
+        moved, self._moved = self._moved, None
+        return hidden_states if moved is None else reversed_blocks(hidden_states, moved)
 
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -259,6 +270,29 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """The counters of forward passes; they go back when a step is run again."""
         counters = [t for t in (self.num_dropped, self.engines.load) if t is not None]
         return counters if self._counts is None else [*counters, *self._counts.tensors()]
+
+    def _in_megatrons_order(
+        self, plan: RoutePlan, rows: torch.Tensor, probs: torch.Tensor, change: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `dispatch_postprocess` returns for Megatron's experts in place of grouped ones.
+
+        The first expert comes first, and the counts are on the CPU and cover all rows.
+
+        Raises:
+            UnsupportedError: a CUDA graph would hold this.
+        """
+        assert self._grouped is not None
+        if is_graph_capturing() or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise self._grouped.refuse_graph(change)
+        text = f"Megatron's experts compute in place of grouped ones from now on: {change}"
+        self._ranks.log_once(logging.WARNING, text, f"rank {self._ranks.rank}: {text}")
+        self._take_over(rows, probs)
+        sizes: list[int] = plan.tokens_per_expert_on_host().tolist()
+        rows, probs = reversed_blocks(rows, sizes), reversed_blocks(probs, sizes)
+        self._moved = sizes[::-1]
+        counts = torch.tensor(self._moved)
+        counts[-1] += len(rows) - counts.sum()
+        return rows, counts, probs
 
     def _take_over(self, *tensors: torch.Tensor) -> None:
         """Record the tensors on this stream so the allocator does not reuse them early.

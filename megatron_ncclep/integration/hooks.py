@@ -246,7 +246,7 @@ def _change_layer(original: Any) -> Any:
             keep_inputs(NAME)
         with validated_as(config, TYPE_FIELD, VALIDATED_AS):
             original(self, *args, **kwargs)
-        options, choice = select_experts(self, options, groups.expt_tp.size())
+        options, choice, grouped = select_experts(self, options, groups.expt_tp.size())
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
         from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
@@ -258,7 +258,7 @@ def _change_layer(original: Any) -> Any:
             pg_collection=groups,
             options=options,
             **counts_wanted(self.experts),
-            last_expert_first=options.experts == "grouped",
+            grouped=grouped,
         )
         if hasattr(self, "_training_token_dispatcher"):
             # From 0.18 on, with transformer_impl='inference_optimized': the dispatcher of every

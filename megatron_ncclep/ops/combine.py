@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron_ncclep.engines.checks import Wrong, type_problem
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.ops.dispatch import as_rows
 from megatron_ncclep.ops.nvtx import step_range
@@ -17,7 +20,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan, shape: torch.Size | None
+        ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan, shape: Sequence[int] | None
     ) -> torch.Tensor:
         """Add up the rows `y` at their tokens' source ranks."""
         ctx.engine, ctx.plan = engine, plan
@@ -33,8 +36,9 @@ class Combine(torch.autograd.Function):
             return ctx.engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
 
 
+@torch.compiler.disable
 def combine(
-    engine: Engine, plan: RoutePlan, y: torch.Tensor, shape: torch.Size | None = None
+    engine: Engine, plan: RoutePlan, y: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Add up every token's expert outputs, unweighted.  Collective, differentiable.
 
@@ -53,7 +57,20 @@ def combine(
     Raises:
         InputError, PeerError, GroupClosedError: as `dispatch`.
     """
-    if not isinstance(y, torch.Tensor):
-        engine.combine(plan, y)  # refuses it on all ranks
+    problem = type_problem("y", y) or _shape_problem(plan, y, shape)
+    if problem is not None:
+        engine.combine(plan, Wrong(problem))  # type: ignore[arg-type]  # raises on all ranks
     out: torch.Tensor = Combine.apply(y, engine, plan, shape)
     return out
+
+
+def _shape_problem(plan: RoutePlan, y: torch.Tensor, shape: Sequence[int] | None) -> str | None:
+    """Say what is wrong with the `shape` of a result, if anything is."""
+    if shape is None or y.dim() != 2 or not isinstance(plan, RoutePlan):
+        return None  # the engine refuses what is wrong with the others
+    if (math.prod(shape[:-1]), *shape[-1:]) == (plan.num_tokens, y.shape[1]):
+        return None
+    return (
+        f"shape is {list(shape)}: the result has {plan.num_tokens} tokens of {y.shape[1]}, so it "
+        f"must be [..., {y.shape[1]}], with {plan.num_tokens} as the product of the others"
+    )

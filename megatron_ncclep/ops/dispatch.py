@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_ncclep.engines.checks import weight_dtype
+from megatron_ncclep.engines.checks import Wrong, type_problem, weight_dtype
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.ops.nvtx import step_range
 from megatron_ncclep.ops.routing import Routes
@@ -24,60 +24,84 @@ class Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        w: torch.Tensor,
+        w: torch.Tensor | None,
         weights: torch.Tensor | None,
         engine: Engine,
         plan: RoutePlan,
         routes: Routes | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Send the rows `x` and their weights: `w`, or `weights` if `w` holds probabilities."""
         ctx.engine, ctx.plan, ctx.routes = engine, plan, routes
-        ctx.shape, ctx.w_dtype = x.shape, w.dtype
+        ctx.shape, ctx.w_dtype = x.shape, None if w is None else w.dtype
         if weights is None:
             weights = w
+        if weights is not None:
+            weights = weights.to(weight_dtype(x))
         with step_range("dispatch", x):
-            rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
-        assert row_w is not None  # there were weights
-        return rows, row_w.to(w.dtype)
+            rows, row_w = engine.dispatch(plan, as_rows(x), weights)
+        return rows, row_w if row_w is None or w is None else row_w.to(w.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         """Add up the gradients of each token's rows; return the weights' gradients."""
+        if ctx.w_dtype is None:
+            grad_row_w = None
+        else:
+            assert grad_row_w is not None
+            grad_row_w = grad_row_w.to(weight_dtype(grad_rows))
         with step_range("dispatch backward", grad_rows):
-            grad_x, grad_w = ctx.engine.combine(
-                ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
-            )
-        if ctx.routes is not None:
-            grad_w = ctx.routes.probs_gradient(grad_w)
-        return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
+            grad_x, grad_w = ctx.engine.combine(ctx.plan, grad_rows, grad_row_w)
+        if grad_w is not None:
+            grad_w = grad_w if ctx.routes is None else ctx.routes.probs_gradient(grad_w)
+            grad_w = grad_w.to(ctx.w_dtype)
+        return grad_x.view(ctx.shape), grad_w, None, None, None, None
 
 
+@overload
+def dispatch(
+    engine: Engine, plan: RoutePlan, x: torch.Tensor, w: None
+) -> tuple[torch.Tensor, None]: ...
+
+
+@overload
 def dispatch(
     engine: Engine,
     plan: RoutePlan,
     x: torch.Tensor,
     w: torch.Tensor,
     chosen: tuple[Routes, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@torch.compiler.disable
+def dispatch(
+    engine: Engine,
+    plan: RoutePlan,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    chosen: tuple[Routes, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
 
     The backward pass is collective too: it is a combine over the same plan.  `engine.dispatch` is
-    the same without gradients, and with an optional `w`.
+    the same without gradients.
 
     Args:
         engine: the one that made `plan`.
         plan: routes of this micro-batch.
         x: [..., hidden]; all leading dimensions together are the tokens.
         w: [num_tokens, top_k] of any floating dtype; or with `chosen`, a router's probabilities
-            [num_tokens, num_experts].  Weights travel as fp32 (as fp64 with an fp64 `x`) and come
-            back in their own dtype.
+            [num_tokens, num_experts]; None: no weights.  Weights travel as fp32 (as fp64 with an
+            fp64 `x`) and come back in their own dtype.
         chosen: the result of `routes_and_weights` for these probabilities; `plan` was made from its
             `topk_idx`.
 
     Returns:
-        rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
-        and their weights are zero, and get no gradient.
+        rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows] (None without
+        `w`); padding rows and their weights are zero, and get no gradient.
 
     Raises:
         InputError: on every rank, when an argument is wrong on any, or ranks differ in hidden size,
@@ -87,9 +111,12 @@ def dispatch(
         PeerError: a rank died, did not come in time, or is in a different call.
         GroupClosedError: the engine, its group or the process group was closed.
     """
-    if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
-        engine.dispatch(plan, x, w)  # refuses them on all ranks
     routes, weights = (None, None) if chosen is None else chosen
+    problem = type_problem("x", x) or (w is not None and type_problem("w", w))
+    if not problem and w is not None and not w.is_floating_point():
+        problem = f"w is {w.dtype}: weights must be of a floating dtype"
+    if problem:
+        engine.dispatch(plan, Wrong(problem))  # type: ignore[arg-type]  # raises on all ranks
     rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
     return rows, row_w
 

@@ -62,6 +62,8 @@ class AllToAll:
 
         if on_host or self._failure is not None or self._group.device.type != "cuda":
             self._group.wait(work, self._what, self._timeout_s)
+            if self._group.device.type != "cuda":
+                self._group.last_moved.append((self._sent, self._received))
         else:
             self._work.wait()
         return self._received

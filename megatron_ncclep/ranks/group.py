@@ -112,10 +112,10 @@ class EpGroup(Hosts):
     def release(self, name: str, timeout_s: float) -> None:
         """Release the object that `share` returned; the last user closes it.  Collective.
 
-        Does nothing when the group is closed, or when torch has destroyed it: the ranks cannot
-        agree then, and `close` frees the object.
+        Does nothing when the group is closed or has failed, or when torch has destroyed it: the
+        ranks cannot agree then, and `close` frees the object.
         """
-        if not self.is_alive:
+        if not self.is_alive or self._failure:
             return
         self.agree("close", {}, None, timeout_s)
         shared = self._shared[name]

@@ -28,6 +28,11 @@ HASH_BYTES = 8
 MESSAGE = struct.Struct(f"<5q{HASH_BYTES}s")
 # Bits of a rank's state in a call: it has a problem with it; it has refused an earlier one.
 HAS_PROBLEM, HAS_REFUSED = 1, 2
+# What to do with a group whose ranks are alive but cannot agree any more.
+START_AGAIN = (
+    "call megatron_ncclep.close(process_group) on all ranks, and then create the engines (or build "
+    "the model) again"
+)
 # Calls in which ranks that have refused one take part.
 FRESH_PHASES = ("open", "close")
 
@@ -55,6 +60,7 @@ class Hosts(TorchGroup):
         self._is_used = False  # whether any call but opening and closing was made
         self._since = 0  # refusals of earlier calls do not affect the current one
         self._own_refusal = ""
+        self._failure = ""  # the error after which the ranks cannot agree any more
         self._waited_ns = 0  # for other ranks, in `exchange`
         self._link = HostLink(self.rank, self.size)
 
@@ -156,7 +162,7 @@ class Hosts(TorchGroup):
 
         while any(row[:2] != head for row in theirs):
             if not any(row[2] & HAS_REFUSED for row in theirs):
-                raise PeerError(different_calls(_where(theirs)))
+                raise self._failed(PeerError(different_calls(_where(theirs))))
             if is_fresh and {row[0] for row in theirs} == {head[0]}:
                 # Some ranks queued further calls before they heard of the refusal.
                 self._num_calls = call = max(row[1] for row in theirs)
@@ -192,7 +198,7 @@ class Hosts(TorchGroup):
         if not is_fresh:
             raise RefusedError(next(filter(None, texts)))
         if all(PHASES[row[0]] in FRESH_PHASES for row in theirs):
-            raise PeerError(different_calls(_where(theirs)))
+            raise self._failed(PeerError(different_calls(_where(theirs))))
 
     def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:
         """Exchange the values' texts; list all ranks' values of the first one that differs.
@@ -225,9 +231,15 @@ class Hosts(TorchGroup):
             GroupClosedError: the process group was destroyed.
             RefusedError: a rank has refused a call, and will not come.
             PeerError: a rank did not come in time, died, went on to a later call, or sent a
-                different number of bytes; names this rank and `what`.
+                different number of bytes; names this rank and `what`.  Or the ranks have failed to
+                agree in an earlier call.
         """
         _ = self.process_group  # raises when torch no longer knows it
+        if self._failure:
+            raise PeerError(
+                f"{what} cannot be agreed on: the expert-parallel group has failed in an earlier "
+                f"call: {self._failure}. If all of its ranks are alive, {START_AGAIN}"
+            )
         begin = time.monotonic_ns()
         try:
             theirs = self._link.exchange(mine, what, timeout_s)
@@ -235,11 +247,18 @@ class Hosts(TorchGroup):
                 theirs = self._exchange_without_memory(mine, what, timeout_s)
             self._waited_ns += time.monotonic_ns() - begin
             return theirs
-        except PeerError:
+        except PeerError as error:
             for rank in range(self.size):
                 if refusal := self._link.refusal(rank, self._since):
                     raise RefusedError(refusal) from None
+            if self.rank_ahead() is None:  # one that is ahead may meet this one in a later call
+                self._failed(error)
             raise
+
+    def _failed(self, error: PeerError) -> PeerError:
+        """`error`, after which every exchange raises at once: the ranks are out of step."""
+        self._failure = self._failure or str(error)
+        return error
 
     def _exchange_without_memory(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         """`exchange` where no memory is shared, or not yet: on the first exchange."""
@@ -301,7 +320,8 @@ def different_calls(where: str) -> str:
     """Error text for ranks in different calls; `where` lists rank and call."""
     return (
         f"the ranks of the expert-parallel group are in different calls: {where}. "
-        "Every rank must run the same layers in the same order, backward included"
+        "Every rank must run the same layers in the same order, backward included; to go on, "
+        f"{START_AGAIN}"
     )
 
 

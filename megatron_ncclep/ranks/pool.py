@@ -8,6 +8,7 @@ import io
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -162,7 +163,7 @@ class RankPool:
     def _start(self) -> None:
         # As in torchrun, this process holds the store in which ranks meet: it takes a free port, so
         # no other process can take that port before rank 0 has started.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store()
         self._start_process(
             _fork_ranks,
             self.backend,
@@ -185,6 +186,26 @@ class RankPool:
         for pipe in theirs:
             pipe.close()
         self._pipes = list(ours)
+
+
+def loopback_store() -> TCPStore:
+    """Make a store in which ranks of this machine meet; it takes a free port.
+
+    torch's own listens on every interface, and what is in it leads to connections over which ranks
+    receive pickled objects, which can run any code: only this machine may reach it.
+    """
+    host = "127.0.0.1"
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # Up to torch 2.6 the server that uses libuv accepts no socket.
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
+    )
 
 
 def _packed(values: tuple[Any, ...]) -> bytes:
@@ -219,6 +240,7 @@ def _fork_ranks(
     """Import what the ranks need, fork them, and wait for their end or for SIGTERM."""
     sys.path[:] = path
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is the host name's address
     os.environ.update(
         environment,
         WORLD_SIZE=str(len(pipes)),
@@ -227,8 +249,13 @@ def _fork_ranks(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    if prepare is not None:
-        prepare()
+    try:
+        if prepare is not None:
+            prepare()
+    except Exception:
+        for pipe in pipes:
+            pipe.send_bytes(_packed((False, traceback.format_exc())))
+        return
     ranks: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
@@ -282,7 +309,8 @@ def _be_rank(rank: int, size: int, backend: str, pipe: Connection) -> None:
         answer_jobs(rank, groups, device, pipe)
         status = 0
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(ConnectionError):  # the pool is gone
+            pipe.send_bytes(_packed((False, traceback.format_exc())))  # the answer to its first job
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

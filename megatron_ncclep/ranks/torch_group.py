@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
 from megatron_ncclep.ranks.exchange import DYING_S
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
 BUSY_WAIT_S = 1e-3
@@ -22,6 +24,8 @@ BUSY_WAIT_S = 1e-3
 TEXT_BYTES = 1024
 # Seconds for NCCL to abort a communicator.
 ABORT_S = 5.0
+# Collectives over gloo whose tensors stay: its threads, of which there are two, may be late.
+MOST_HELD = 4
 _CPU = torch.device("cpu")
 _DESTROYED = (
     "the expert-parallel process group was destroyed: create the engine (or the model) again after "
@@ -29,13 +33,16 @@ _DESTROYED = (
 )
 
 
-class TorchGroup:
+class TorchGroup(Uncopied):
     """The ranks of one process group, as torch sees them.
 
     Attributes:
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
         device: the device of the tensors that the group's backend moves.
+        last_moved: the tensors of the last collectives over gloo.  With torch 2.6, a thread of gloo
+            that is the last to hold a tensor needs Python's lock to free it, and waits for it for
+            ever in a destroy_process_group() that waits for the thread.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class TorchGroup:
         else:
             on_gpu, self.device = whole.device.type == "cuda", whole.device
         self._room: torch.Tensor | None = None  # of exchanges
+        self.last_moved: deque[Any] = deque(maxlen=MOST_HELD)
         # Collectives must not wait for the model's queued work.
         self._stream = torch.cuda.Stream() if on_gpu else None
 
@@ -117,6 +125,7 @@ class TorchGroup:
             def start(group: dist.ProcessGroup) -> Any:
                 if self._stream is None:  # gloo: half of the time of its all-gather
                     to_all = sent.expand(self.size, -1).contiguous()
+                    self.last_moved.append((to_all, received))
                     return dist.all_to_all_single(received, to_all, group=group, async_op=True)
                 # Unlike all_gather, it needs no memory of its own.
                 flat = received.view(-1)
@@ -173,9 +182,13 @@ class TorchGroup:
         group = self._process_group()
         if group is None or self.device.type != "cuda":
             return
-        backend: Any = group._get_backend(self.device)
+
+        def abort() -> None:
+            backend: Any = group._get_backend(self.device)
+            backend.abort()
+
         # NCCL tells its kernels at once, but then waits for those of other groups.
-        thread = threading.Thread(target=backend.abort, name="ncclep-abort", daemon=True)
+        thread = threading.Thread(target=abort, name="ncclep-abort", daemon=True)
         thread.start()
         thread.join(ABORT_S)
 

@@ -47,12 +47,16 @@ def check_settings(
     """Check that the newest checkpoint in `folder` belongs to the same model, recipe and text.
 
     Raises:
-        InputError: a value differs; the message names it.
+        InputError: a value differs, or the checkpoint is damaged; the message names it.
     """
     step = latest_step(folder)
     if not step:
         return
-    saved = json.loads((_step_folder(folder, step) / "settings.json").read_text(encoding="utf-8"))
+    record = _step_folder(folder, step) / "settings.json"
+    try:
+        saved = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(record, error) from error
     for name in sorted(settings.keys() | saved["settings"].keys()):
         then, now = saved["settings"].get(name), settings.get(name)
         if then != now and name not in CHANGEABLE:
@@ -73,6 +77,19 @@ def check_settings(
             f"{expert_parallel} now: Megatron's optimizer state does not move between one rank and "
             f"several; choose --ranks or --expert-parallel accordingly"
         )
+
+
+def _damaged(path: Path, error: BaseException) -> InputError:
+    """The error for a checkpoint that cannot be read."""
+    return InputError(
+        f"--resume: {path} cannot be read, it is damaged or incomplete ({_last_line(error)}): put "
+        "a copy of it back, or start again with --overwrite"
+    )
+
+
+def _last_line(error: BaseException) -> str:
+    """The reason for an error; torch's CheckpointException holds a traceback of each rank."""
+    return str(error).strip().rpartition("\n")[2] or type(error).__name__
 
 
 def _state(model: TrainedModel, scheduler: Any, is_loading: bool) -> dict[str, Any]:
@@ -103,16 +120,24 @@ def save(folder: Path, step: int, model: TrainedModel, scheduler: Any, **belongs
         step: the last completed step.
         model, scheduler: the objects whose state is written.
         belongs_to: the arguments of `check_settings`.
+
+    Raises:
+        InputError: it cannot be written; earlier ones are still there.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
     unfinished = folder / "unfinished"
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(model, scheduler, is_loading=False), str(unfinished))
+    try:
+        dist_checkpointing.save(_state(model, scheduler, is_loading=False), str(unfinished))
+    except (Exception, CheckpointException) as error:  # of any kind
+        why = f"{unfinished} cannot be written ({_last_line(error)})"
+        raise InputError(f"{why}: make room for it, and --resume") from error
     dist.barrier()
     if dist.get_rank() == 0:
         record = json.dumps({"step": step, **belongs_to}, indent=2)
@@ -125,13 +150,21 @@ def save(folder: Path, step: int, model: TrainedModel, scheduler: Any, **belongs
 
 
 def load(folder: Path, model: TrainedModel, scheduler: Any) -> int:
-    """Load the newest checkpoint of `folder`; return its step, 0 if there is none.  Collective."""
+    """Load the newest checkpoint of `folder`; return its step, 0 if there is none.  Collective.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
     step = latest_step(folder)
     if step:
-        state = _state(model, scheduler, is_loading=True)
-        state = dist_checkpointing.load(state, str(_step_folder(folder, step)))
+        state, path = _state(model, scheduler, is_loading=True), _step_folder(folder, step)
+        try:
+            state = dist_checkpointing.load(state, str(path))
+        except (Exception, CheckpointException) as error:  # of any kind: pickle's, Megatron's
+            raise _damaged(path, error) from error
         model.gpt.load_state_dict(state["model"])
         model.optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])

@@ -13,12 +13,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_ncclep import envs
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.config import add_option_arguments
+from megatron_ncclep.error_reporting import first_report
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.training.job import DEFAULT_RANKS, DISPATCHERS, Job
@@ -39,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=VALUE",
         help="change values of the model file, such as --set num-layers=2 lr=1e-3",
@@ -56,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         nargs="+",
+        action="extend",
         default=[],
         metavar="PATH",
         help="text files or folders, or the prefix of a Megatron .bin/.idx pair",
@@ -125,11 +130,19 @@ def main(args: argparse.Namespace) -> int:
         place.require_gpus(job.ranks)
     with remarks_hidden():
         job.prepare()  # mistakes are reported before any rank starts
-    return _start_ranks(job, args.argv)
+    with tempfile.TemporaryDirectory(prefix="ncclep-train-") as reports:
+        status = _start_ranks(job, args.argv, Path(reports))
+        # What a rank has said stands far above torchrun's own report of the failure.
+        if status and (report := first_report(Path(reports))):
+            print(f"ncclep train: error: {report}", file=sys.stderr)
+    return status
 
 
-def _start_ranks(job: Job, argv: list[str]) -> int:
-    """Start this command as ranks of torchrun, wait, and return their exit status."""
+def _start_ranks(job: Job, argv: list[str], reports: Path) -> int:
+    """Start this command as ranks of torchrun, wait, and return their exit status.
+
+    torchrun makes a folder of each rank in `reports`, for the rank's report of its error.
+    """
     # This process has already warned about variables that nothing reads.
     unknown = envs.unknown()
     environment = {name: text for name, text in os.environ.items() if name not in unknown}
@@ -137,7 +150,8 @@ def _start_ranks(job: Job, argv: list[str]) -> int:
     if job.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(job.ranks), "-m", "megatron_ncclep", *argv]
+    command += ["--nproc-per-node", str(job.ranks), "--log-dir", str(reports)]
+    command += ["-m", "megatron_ncclep", *argv]
     print(f"starting {job.ranks} ranks, which takes a few seconds", flush=True)
     # torchrun and its ranks start with Ctrl-C blocked; only this process acts on it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -94,7 +94,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     Hidden files and folders are skipped inside a folder.
 
     Raises:
-        InputError: a path does not exist.
+        InputError: a path does not exist, or is neither a file nor a folder.
     """
     files: list[Path] = []
     for name in paths:
@@ -106,6 +106,10 @@ def text_files(paths: Sequence[str]) -> list[Path]:
                     files.append(entry)
         elif path.is_file():
             files.append(path)
+        elif path.exists():
+            raise InputError(
+                f"--text {name}: it is a device or a pipe: write its text to a file, and give that"
+            )
         else:
             raise InputError(
                 f"--text {name}: no such file or folder, and no {name}.bin with {name}.idx either"

@@ -132,10 +132,13 @@ class Job:
                 self._make_room()
             prepared = corpus.prepare(self.text, self.data_folder)
         except OSError as error:
-            raise InputError(
-                f"{error.filename or self.out}: {error.strerror}: --text must name readable "
-                "files, and --out a writable folder"
-            ) from error
+            # A write to a full disk names no file.
+            path, out = Path(error.filename or self.out), Path(self.out)
+            is_text = path != out and out not in path.parents and path not in out.parents
+            remedy = "--text must name readable files"
+            if not is_text:
+                remedy = "make room for --out, or give another folder that can be written"
+            raise InputError(f"{path}: {error.strerror}: {remedy}") from error
         prepared.check_length(settings["seq-length"])
         if self.resume:
             if not checkpoint.latest_step(self.checkpoints(self.dispatcher)):

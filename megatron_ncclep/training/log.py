@@ -27,13 +27,16 @@ NAME = "log.jsonl"
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The entries of the log `path` of type `kind` (None: all), in order; empty without a log.
 
+    A last line that was cut off, because the disk was full or the rank was killed, does not count.
+
     Raises:
         InputError: a line of the file was not written by `write`.
     """
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", errors="replace") as lines:
-        entries = [_entry(path, number, line) for number, line in enumerate(lines, 1)]
+        numbered = enumerate(lines, 1)
+        entries = [_entry(path, number, line) for number, line in numbered if line.endswith("\n")]
     return [entry for entry in entries if kind in (None, entry["type"])]
 
 
@@ -60,10 +63,21 @@ def truncate(path: Path, steps_to_keep: int) -> None:
         if entry["type"] == "settings" or entry.get("step", steps_to_keep + 1) <= steps_to_keep
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    _write_to(path, "w", "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def write(path: Path, kind: str, **values: Any) -> None:
-    """Append one entry of type `kind`; it is on disk when this returns."""
-    with path.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"type": kind, **values}) + "\n")
+    """Append one entry of type `kind`; it is on disk when this returns.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    _write_to(path, "a", json.dumps({"type": kind, **values}) + "\n")
+
+
+def _write_to(path: Path, mode: str, text: str) -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}: make room for it, and --resume") from error

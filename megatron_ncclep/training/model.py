@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.errors import EpError, InputError
 from megatron_ncclep.training.data import Batch
 from megatron_ncclep.training.settings import Settings, layer_pattern
 
@@ -56,6 +56,9 @@ def transformer_config(
         expert_parallel: ranks among which the experts are divided.
         options: the dispatcher's options; None for Megatron's own dispatchers.
         more: further fields.
+
+    Raises:
+        InputError: Megatron-Core refuses a value, or values that do not go together.
     """
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -76,7 +79,12 @@ def transformer_config(
     }
     if settings["swiglu"]:
         fields["activation_func"] = torch.nn.functional.silu
-    config = kind(**(fields | more))
+    try:
+        config = kind(**(fields | more))
+    except (AssertionError, ValueError) as error:
+        if isinstance(error, EpError):
+            raise
+        raise InputError(f"Megatron-Core refuses the model's settings: {error}") from error
     if options is not None:
         config.ncclep = options
     return config

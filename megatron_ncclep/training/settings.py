@@ -12,6 +12,7 @@ TypeError, and `ncclep train` validates only at the end. Fusions that Megatron-L
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
 MOST = 2**31 - 1  # the largest int
+TOP_K = 2  # Megatron-Core's default
 # Defaults of keys for which Megatron-Core has a different default or none.
 DEFAULTS: dict[str, Any] = {
     "group-query-attention": False,
@@ -87,7 +89,20 @@ CHOICES = {
     "position-embedding-type": ("learned_absolute", "rope", "none"),
     "transformer-impl": ("local", "transformer_engine"),
     "lr-decay-style": ("constant", "linear", "cosine"),
-}
+    "moe-router-score-function": ("softmax", "sigmoid"),
+    "moe-router-load-balancing-type": (
+        "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"
+    ),
+    "moe-router-dtype": ("fp32", "fp64"),
+}  # fmt: skip
+# Probabilities and shares; all other numbers may be any that are not negative.
+BELOW_ONE = (
+    "adam-beta1",
+    "adam-beta2",
+    "attention-dropout",
+    "hidden-dropout",
+    "lr-warmup-fraction",
+)
 
 
 @dataclass(frozen=True)
@@ -114,10 +129,7 @@ class Settings:
         given = config_files.load("model", model) | changes
         for key in given:
             if key not in TYPES:
-                raise InputError(
-                    f"{source}: unknown key {key!r}; megatron_ncclep/training/settings.py lists "
-                    "the Megatron-LM arguments that `ncclep train` supports"
-                )
+                raise InputError(f"{source}: unknown key {key!r}: {_known_keys(key)}")
         for key in REQUIRED:
             if key not in given:
                 raise InputError(f"{source}: {key!r} is missing; every model needs it")
@@ -133,14 +145,41 @@ class Settings:
                 f"seq-length {self['seq-length']} is more than max-position-embeddings "
                 f"{self['max-position-embeddings']}: make one shorter or the other longer"
             )
-        if not 0 <= self["lr-warmup-fraction"] < 1:
-            raise InputError(f"lr-warmup-fraction {self['lr-warmup-fraction']}: must be in [0, 1)")
+        if self["min-lr"] > self["lr"]:
+            raise InputError(f"min-lr {self['min-lr']} is more than lr {self['lr']}: lower it")
         if self["group-query-attention"] != ("num-query-groups" in self.values):
             raise InputError("group-query-attention and num-query-groups need each other")
+        heads = self["num-attention-heads"]
+        if heads % (groups := self.values.get("num-query-groups", heads)):
+            raise InputError(f"num-query-groups {groups} must divide num-attention-heads {heads}")
+        channels = self.values.get("kv-channels", self["hidden-size"] // heads)
+        is_latent = self["multi-latent-attention"]
+        if self["position-embedding-type"] == "rope" and not is_latent and channels % 2:
+            raise InputError(
+                f"position-embedding-type rope rotates pairs, and a head has {channels} channels "
+                "(kv-channels, or hidden-size / num-attention-heads): make it an even number"
+            )
+        self._check_router()
         latent = [name for name in LATENT if name in self.values]
-        if latent and not self["multi-latent-attention"]:
+        if latent and not is_latent:
             raise InputError(f"{latent[0]} needs multi-latent-attention: true")
         layer_pattern(self["moe-layer-freq"], self["num-layers"])
+
+    def _check_router(self) -> None:
+        """Check that a token finds as many experts as it is to have."""
+        top_k, chosen = self.values.get("moe-router-topk", TOP_K), self["num-experts"]
+        of = f"num-experts {chosen}"
+        if groups := self.values.get("moe-router-num-groups"):
+            if chosen % groups:
+                raise InputError(f"moe-router-num-groups {groups} must divide {of}")
+            of_groups = self.values.get("moe-router-group-topk", groups)
+            chosen = chosen // groups * of_groups
+            of += f", of which moe-router-group-topk {of_groups} of {groups} groups have {chosen}"
+        if top_k > chosen:
+            raise InputError(
+                f"moe-router-topk {top_k} is more than {of}: a token cannot have more experts than "
+                "there are: lower it"
+            )
 
     def check_ranks(self, num_ranks: int, expert_parallel: int) -> None:
         """Check that the batch and the experts divide among the ranks.
@@ -183,12 +222,22 @@ def _checked(source: str, key: str, value: Any) -> Any:
         )
     if wanted is float and not math.isfinite(value):
         raise InputError(f"{source}: {key}: {value!r} must be a finite number")
+    if wanted is float and (value < 0 or (key in BELOW_ONE and value >= 1)):
+        limits = "in [0, 1)" if key in BELOW_ONE else "0 or more"
+        raise InputError(f"{source}: {key} {value}: must be {limits}")
     least = 0 if key == "seed" else 1
     if wanted is int and not least <= value <= MOST:
         raise InputError(f"{source}: {key} {value}: must be from {least} to {MOST}")
     if value not in CHOICES.get(key, (value,)):
         raise InputError(f"{source}: {key}: {value!r} must be one of {CHOICES[key]}")
     return value
+
+
+def _known_keys(key: object) -> str:
+    """Say which key was meant, or which ones there are."""
+    if near := difflib.get_close_matches(str(key), TYPES, n=1, cutoff=0.75):
+        return f"did you mean {near[0]}?"
+    return f"`ncclep train` supports these arguments of Megatron-LM: {', '.join(sorted(TYPES))}"
 
 
 def layer_pattern(text: str, num_layers: int) -> list[int]:
@@ -225,13 +274,15 @@ def parse_changes(assignments: Sequence[str]) -> dict[str, Any]:
     """Read `NAME=VALUE` texts of the command line; VALUE is read as YAML, as in the files.
 
     Raises:
-        InputError: a text without `=`, or a value that is not YAML.
+        InputError: a text without `=`, a name twice, or a value that is not YAML.
     """
     changes: dict[str, Any] = {}
     for text in assignments:
         name, separator, value = text.partition("=")
         if not separator:
             raise InputError(f"--set {text}: must be NAME=VALUE, such as num-layers=2")
+        if name in changes:
+            raise InputError(f"--set {text}: {name} is set twice: leave one of them out")
         read = config_files.parse_yaml(f"--set {text}", value)
         # YAML 1.1 reads 1e-3 as text; on a command line it is meant as a number.
         is_number = isinstance(read, str) and config_files.is_number(read)
@@ -268,7 +319,7 @@ def flops_per_token(settings: Settings, vocab_size: int) -> float:
         attended = heads * channels
         weights = 2 * hidden * (attended + given("num-query-groups", heads) * channels)
     dense = given("ffn-hidden-size", 4 * hidden)
-    width = given("moe-router-topk", 2) * given("moe-ffn-hidden-size", dense)
+    width = given("moe-router-topk", TOP_K) * given("moe-ffn-hidden-size", dense)
     width += given("moe-shared-expert-intermediate-size", 0)
     pattern = layer_pattern(settings["moe-layer-freq"], layers)
     widths = sum(width if has_experts else dense for has_experts in pattern)

@@ -173,9 +173,8 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def make(config: str, **given: object) -> Job:
-    args = parsed("--config", config)
-    vars(args).update(given)
-    return Job.make(args, 2, "cpu")
+    options = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
+    return Job.make(parsed("--config", config, *options), 2, "cpu")
 
 
 def test_what_the_command_line_names_wins_over_the_file() -> None:
@@ -188,6 +187,12 @@ def test_what_the_command_line_names_wins_over_the_file() -> None:
     assert "flex_ncclep" not in default_names()
     assert make("models").timeout_s == 60
     assert make("smoke", subjects="nccl_ep@24").subjects == ("nccl_ep@24",)
+
+
+def test_an_option_with_a_list_adds_to_the_one_before_it() -> None:
+    """The earlier of two `--subjects` was dropped without a word."""
+    args = parsed("--config", "smoke", "--subjects", "reference,alltoall", "--subjects=native@2")
+    assert Job.make(args, 2, "cpu").subjects == ("reference", "alltoall", "native@2")
 
 
 def test_received_rows_of_static_layers_and_trainings() -> None:

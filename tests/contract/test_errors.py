@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import caps_of, deadline_s, local_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
@@ -87,6 +89,38 @@ def plan_of_another_engine(ctx: RankContext, engine: Engine) -> None:
     with with_another(ctx, engine, 64) as other:
         plans = [engine.plan(topk(ctx)), other.plan(topk(ctx))]
         engine.dispatch(plans[ctx.rank], rows(ctx))
+
+
+def plan_of_another_kind(ctx: RankContext, engine: Engine, **options: Any) -> None:
+    with with_another(ctx, engine, NUM_EXPERTS, **options) as other:
+        plans = [engine.plan(topk(ctx)), other.plan(topk(ctx))]
+        engine.dispatch(plans[ctx.rank], rows(ctx))
+
+
+def plan_of_another_group(ctx: RankContext, engine: Engine) -> None:
+    other = dist.new_group([0, 1])
+    plans = [engine.plan(topk(ctx)), create_engine(other, NUM_EXPERTS, config()).plan(topk(ctx))]
+    megatron_ncclep.close(other)
+    dist.destroy_process_group(other)
+    engine.dispatch(plans[ctx.rank], rows(ctx))
+
+
+def with_gradients(ctx: RankContext, engine: Engine, x: Any, w: Any) -> None:
+    """The differentiable dispatch, with a plan and weights that are right on rank 0."""
+    wrong = ctx.rank == 1
+    args = (x, w) if wrong else (rows(ctx), weights(ctx))
+    megatron_ncclep.dispatch(engine, engine.plan(topk(ctx)), *args)
+
+
+def into_shape(ctx: RankContext, engine: Engine) -> None:
+    plan = engine.plan(topk(ctx))
+    shape = (3, 8 if ctx.rank else HIDDEN)
+    megatron_ncclep.combine(engine, plan, rows(ctx, plan.num_rows), shape)
+
+
+def distributed(ctx: RankContext, local: torch.Tensor) -> torch.Tensor:
+    mesh = DeviceMesh.from_group(ctx.group, ctx.device)
+    return DTensor.from_local(local, mesh, run_check=False)
 
 
 def no_plan(ctx: RankContext, engine: Engine) -> None:
@@ -211,7 +245,39 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
     "plans swapped": (plans_swapped, r"plan differs.*rank 0 has \d+, rank 1 has \d+"),
     "plan of another engine": (
         plan_of_another_engine,
-        "rank 1: the plan is for 64 experts, the engine for 8",
+        "rank 1: the plan is for num_experts 64, the engine for 8",
+    ),
+    "plan with another alignment": (
+        lambda c, e: plan_of_another_kind(c, e, alignment=16),
+        "rank 1: the plan is for alignment 16, the engine for 1: use the engine that made it",
+    ),
+    "plan with a fixed number of rows": (
+        lambda c, e: plan_of_another_kind(c, e, max_recv_rows=64),
+        "rank 1: the plan is for max_recv_rows 64, the engine for None",
+    ),
+    "plan of another group": (
+        plan_of_another_group,
+        "rank 1: the plan is (for another process group|a ReferencePlan): use the engine that",
+    ),
+    "weights of integers": (
+        lambda c, e: with_gradients(c, e, rows(c), weights(c).long()),
+        "rank 1: w is torch.int64: weights must be of a floating dtype",
+    ),
+    "weights that are no tensor": (
+        lambda c, e: with_gradients(c, e, rows(c), [1.0]),
+        "rank 1: w is a list: it must be a torch.Tensor",
+    ),
+    "rows of all ranks": (
+        lambda c, e: with_gradients(c, e, distributed(c, rows(c)), weights(c)),
+        r"rank 1: x is a DTensor: give this rank's part of it, x\.to_local\(\)",
+    ),
+    "routing of all ranks": (
+        lambda c, e: e.plan(distributed(c, topk(c)) if c.rank else topk(c)),
+        r"rank 1: topk_idx is a DTensor: give this rank's part of it, topk_idx\.to_local\(\)",
+    ),
+    "shape of another size": (
+        into_shape,
+        r"rank 1: shape is \[3, 8\]: the result has 3 tokens of 64, so it must be \[\.\.\., 64\]",
     ),
     "no plan": (no_plan, "rank 1: the plan is a NoneType: use the engine that made it"),
     # create_engine
@@ -233,6 +299,14 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         r"open: max_recv_rows differs.*rank 0 has worst, rank 1 has 1\.25x",
     ),
     # Limits of "worst" would differ, and with them what is dropped.
+    "config is a number": (
+        lambda c, e: create_engine(c.group, NUM_EXPERTS, 7 if c.rank else None),  # type: ignore[arg-type]
+        r"rank 1: config is 7: give it a megatron_ncclep\.EpConfig\(\.\.\.\)",
+    ),
+    "less than a balanced load": (
+        lambda c, e: create(c, e, max_recv_rows="0.5x"),
+        "max_recv_rows is '0.5x' and on_overflow 'drop': even of a balanced load rows are dropped",
+    ),
     "slices differ": (
         lambda c, e: create_engine(c.group, NUM_EXPERTS, config(e.caps.name), 1 + c.rank),
         "open: ranks_per_expert differs.*rank 0 has 1, rank 1 has 2",
@@ -336,3 +410,27 @@ def test_nan_weights_pass_through_to_their_token_only(ctx: RankContext, engine_n
         out, topk_w = engine.combine(plan, received * row_w[:, None], row_w)
         assert out.isnan().any(dim=1).tolist() == [True, False, False]
         assert topk_w.isnan().nonzero().tolist() == [[0, ctx.rank]]
+
+
+@pytest.mark.ranks(2)
+def test_a_dispatch_needs_no_weights(ctx: RankContext, engine_name: str) -> None:
+    """Without them it ended in an AttributeError, after all rows had moved.  Options come as a
+    mapping, as from a file; that was an error of its own.
+    """
+    options: dict[str, Any] = {"engine": engine_name, "alignment": 16}
+    with closing(create_engine(ctx.group, NUM_EXPERTS, options)) as engine:
+        assert engine.config == EpConfig(**options)
+        plan = engine.plan(topk(ctx))
+        x = rows(ctx).requires_grad_()
+        received, row_w = megatron_ncclep.dispatch(engine, plan, x, None)
+        assert row_w is None
+        assert torch.equal(received, engine.dispatch(plan, rows(ctx), weights(ctx))[0])
+        received.sum().backward()
+        assert x.grad is not None
+        assert x.grad[:, 0].tolist() == [2.0, 2.0, 1.0], "the number of experts"
+
+
+def test_what_is_no_process_group_is_named(ctx: RankContext) -> None:
+    for group in (None, 0):
+        with pytest.raises(InputError, match=f"process_group is {group}: .*distributed.group.WORL"):
+            create_engine(group, NUM_EXPERTS, config())  # type: ignore[arg-type]

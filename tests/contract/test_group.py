@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import GroupClosedError, InputError, LibraryError, PeerError
 from megatron_ncclep.ranks import group as ranks_group
+from megatron_ncclep.ranks.all_to_all import exchange
 from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -238,3 +240,24 @@ def test_how_hosts_exchange_is_read_where_all_can_be_told(
     assert link.exchange(b"me", "open", DEADLINE_S) is None  # over torch
     with pytest.raises(InputError, match="open: rank 0: NCCLEP_HOST_EXCHANGE='maybe': not one of"):
         megatron_ncclep.create_engine(process_group, 4, EpConfig(engine="reference"))
+
+
+def test_the_last_tensors_outlive_gloos_threads(
+    process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch 2.6 every other run of an example hung at its end: a thread of gloo, still holding
+    a tensor that Python had given up, waited for Python's lock to free it, and
+    destroy_process_group() for the thread.
+    """
+    moved: list[weakref.ref[torch.Tensor]] = []
+    original = dist.all_to_all_single
+
+    def all_to_all(received: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        moved.extend((weakref.ref(received), weakref.ref(sent)))
+        return original(received, sent, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    group = EpGroup.of(process_group)
+    group.exchange_by_torch(b"text", "a call", 60.0)
+    exchange(group, torch.ones(3), [3], [3], "rows", 60.0)
+    assert [tensor() is not None for tensor in moved] == [True] * 4

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from patience import patient
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 
+import megatron_ncclep
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.pool import RankContext
@@ -67,8 +70,61 @@ def test_ranks_in_different_calls_are_told(ctx: RankContext, engine_name: str) -
         call, num_rows = (engine.combine, plan.num_rows) if ctx.rank == 0 else (engine.dispatch, 3)
         with pytest.raises(PeerError) as caught:
             until_checked(lambda: call(plan, rows(ctx, num_rows)))
-    assert "rank 0 is in combine" in str(caught.value)
-    assert "rank 1 is in dispatch" in str(caught.value)
+        assert "rank 0 is in combine" in str(caught.value)
+        assert "rank 1 is in dispatch" in str(caught.value)
+    megatron_ncclep.close(ctx.group)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.ranks(2)
+def test_a_failed_group_says_how_to_go_on(ctx: RankContext) -> None:
+    """After ranks had been in different calls, `create_engine` waited ten minutes for a rank that
+    did something else, and nothing said how to go on.
+    """
+    engine = create_engine(ctx.group, NUM_EXPERTS, EpConfig(engine="reference"))
+    plan = engine.plan(topk(ctx))
+
+    def create() -> Engine:
+        return create_engine(ctx.group, NUM_EXPERTS, EpConfig(engine="reference"))
+
+    def combine_on_one() -> object:
+        # The other one's experts have failed, and it goes on with the next thing.
+        return create() if ctx.rank else engine.combine(plan, rows(ctx, plan.num_rows))
+
+    with pytest.raises(PeerError, match=r"different calls.*, call megatron_ncclep\.close"):
+        combine_on_one()
+    if ctx.rank == 0:  # the other one does not come; nor is it waited for
+        for call in (create, lambda: engine.plan(topk(ctx))):
+            with pytest.raises(PeerError, match=r"cannot be agreed on.* different calls.*\.close"):
+                call()
+    engine.close()
+    megatron_ncclep.close(ctx.group)
+    with closing(create_engine(ctx.group, NUM_EXPERTS, config())) as again:
+        assert again.plan(topk(ctx)).num_tokens == 3
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memory: bool) -> None:
+    """A rank that has refused a call still comes to close the group: if it does not, that is the
+    error, and a group that is made after both begins without either.
+    """
+    process_group = dist.new_group(list(range(ctx.num_ranks)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+        for _ in range(2):
+            group, deadline_s = EpGroup.of(process_group), patient(20.0)
+            group.timeout_s = deadline_s
+            group.agree("open", {}, None, deadline_s)
+            if ctx.rank == 1:
+                group.refuse("dispatch: rank 1: x is wrong")
+            else:
+                group.enter()
+                with pytest.raises(PeerError, match="in close, call 3 "):
+                    group.agree("close", {}, None, 0.2)
+            dist.barrier(ctx.group)
+            megatron_ncclep.close(process_group)
+    dist.destroy_process_group(process_group)
 
 
 @pytest.mark.cpu_only

@@ -256,7 +256,7 @@ def test_a_rank_refuses_alone(ctx: RankContext) -> None:
     for wrong in (
         lambda engine, plan: engine.plan(assignments.short()),
         lambda engine, plan: engine.dispatch(plan, torch.ones(2, 16)),
-        lambda engine, plan: engine.dispatch(RoutePlan(1, 1, 2, 8, 64, assignments), x),
+        lambda engine, plan: engine.dispatch(RoutePlan(1, 1, 2, engine, 64, assignments), x),
     ):
         with inside_that_waits_for_nothing(ctx):
             engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -57,6 +58,20 @@ def meet(ctx: RankContext) -> bytes:
     return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
 
 
+def listening(process: int) -> set[str]:
+    """The addresses on which a process accepts connections."""
+    found = psutil.Process(process).net_connections("tcp")
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def own_addresses(ctx: RankContext) -> set[str]:
+    return listening(os.getpid())
+
+
+def no_rank_starts() -> None:
+    raise ImportError("no module for ranks")
+
+
 pool = closed(lambda: RankPool(2, prepare=prepare), "module")
 
 
@@ -66,6 +81,24 @@ def test_ranks_are_forks_of_one_process(pool: RankPool) -> None:
     assert prepared == [parent] == [same]
     pool.close()
     assert not [pid for pid in (first, second, parent) if psutil.pid_exists(pid)]
+
+
+def test_only_this_machine_reaches_the_ranks(pool: RankPool) -> None:
+    """The store listened on every interface, and gloo on the host name's address: who reached them
+    could be a rank, whose objects the others unpickle.
+    """
+    of_ranks = pool.run(own_addresses)
+    assert listening(os.getpid()).union(*of_ranks) == {"127.0.0.1"}
+
+
+def test_what_keeps_ranks_from_starting_is_told() -> None:
+    """With torch 2.14 no gloo group could be made: the pool said only that its ranks had died."""
+    for broken, told in (
+        (RankPool(2, prepare=no_rank_starts), "ImportError: no module for ranks"),
+        (RankPool(2, backend="no-such"), "(?i)backend.*no-such"),
+    ):
+        with contextlib.closing(broken), pytest.raises(RankError, match=told):
+            broken.run(whereabouts, timeout=LONG_S)
 
 
 def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) -> None:

@@ -61,7 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "d").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda job, argv: 0)
+    monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda *_: 0)
     monkeypatch.setattr("megatron_ncclep.training.corpus._write", write)
     monkeypatch.setattr("megatron_ncclep.training.corpus._describe", describe)
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", lambda job: [])

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -407,27 +405,14 @@ def jobs_on_rank(ctx: RankContext, engine: str, jobs: list[Job]) -> None:
             with pytest.raises(UnsupportedError, match="TEGroupedMLP reads on the host"):
                 train(ctx, engine, job, with_graphs=True)
             continue
-        with gradients_through_ddp(job):
-            eager = train(ctx, engine, job, with_graphs=False)
-            graphed = train(ctx, engine, job, with_graphs=True)
-            after = train(ctx, engine, job, with_graphs=False)
+        eager = train(ctx, engine, job, with_graphs=False)
+        graphed = train(ctx, engine, job, with_graphs=True)
+        after = train(ctx, engine, job, with_graphs=False)
         assert len(eager.training.routings) > STEPS, "the routings hardly change"
         check_replayed(job, eager, graphed)
         assert differences(graphed.values, eager.values) == [], f"{job.name}: with graphs"
         assert differences(after.values, eager.values) == [], f"{job.name}: after graphs"
         alive.append(graphed)
-
-
-def gradients_through_ddp(job: Job) -> AbstractContextManager[Any]:
-    """Have grouped experts add no gradients themselves where they do not in Megatron's graphs.
-
-    There DDP adds them, rounded to bf16; without graphs the experts do, in fp32.
-    """
-    if job.graphs["cuda_graph_impl"] != "local":
-        return nullcontext()
-    from megatron_ncclep.integration.experts.grouped import GroupedExperts
-
-    return mock.patch.object(GroupedExperts, "_adds_to_main_grad", return_value=False)
 
 
 def reads_on_device(options: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -208,7 +208,7 @@ def test_calls_that_differ_say_in_what(
 def test_sizes_of_a_plan_that_failed_are_not_given_out(native: FakeGroup) -> None:
     """A failed static plan has zero rows for every expert: experts would train on nothing."""
     plan = NativePlan(
-        plan_id=1, num_tokens=0, top_k=1, num_experts=4, num_rows=8,
+        plan_id=1, num_tokens=0, top_k=1, made_by=cast(Any, None), num_rows=8,
         counts=torch.zeros(3, dtype=torch.int64), token_routes=torch.zeros(4, 0),
         routes=torch.zeros(8), most_tokens=0, handle=None, stream=0, shared=group_of(native),
         rows_on_host=None,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def plan(num_tokens: int) -> NcclEpPlan:
     """A plan that is not bound to anything yet."""
     num_local = NUM_EXPERTS // NUM_RANKS
     return NcclEpPlan(
-        plan_id=1, num_tokens=num_tokens, top_k=TOP_K, num_experts=NUM_EXPERTS, num_rows=0,
+        plan_id=1, num_tokens=num_tokens, top_k=TOP_K, made_by=cast(Any, None), num_rows=0,
         counts=torch.zeros(2 * num_local + 1, dtype=torch.int64),
         topk_idx=torch.zeros(num_tokens, TOP_K, dtype=torch.int64), order=None,
         host_counts=torch.zeros(num_local, dtype=torch.int64), num_used=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -74,14 +75,17 @@ def test_missing_empty_and_short_text(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
     short = write_text(tmp_path / "text.txt", num_bytes=200)
+    os.mkfifo(tmp_path / "pipe")
     for text, message in (
+        ("/dev/null", "/dev/null: it is a device or a pipe"),
+        (tmp_path / "pipe", "pipe: it is a device or a pipe: write its text to a file"),
         ("/no/such/place", "/no/such/place: no such file or folder"),
         (tmp_path / "empty.txt", "there is no text"),
         (tmp_path / "folder", "there is no text"),
         (short, "validation part has"),
         (short, "too few for seq-length 32"),
     ):
-        assert message in refusal(capsys, *arguments, *out, "--text", text)
+        assert message in refusal(capsys, *arguments[:2], *out, "--text", text)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +98,29 @@ def test_missing_empty_and_short_text(
         ("--ncclep-timeout-s -1", "timeout_s -1.0: must be"),
         ("--dispatcher alltoall --compare alltoall", "same as --dispatcher"),
         ("--model no-such-model", "no model configuration 'no-such-model'"),
-        ("--set no-such-key=1", "unknown key 'no-such-key'"),
+        ("--set num-layerz=2", "unknown key 'num-layerz': did you mean num-layers?"),
+        ("--set window-size=2", "`ncclep train` supports these arguments of Megatron-LM: adam-"),
         ("--set num-layers", "must be NAME=VALUE"),
+        # The first one was dropped without a word, as was all of the first --set or --text.
+        ("--set lr=0.1 --set lr=0.2", "--set lr=0.2: lr is set twice"),
+        ("--set num-layers=two --set lr=0.1", "num-layers: 'two' is str, must be int"),
+        ("--text /no/such/place --text /dev/null", "/no/such/place: no such file or folder"),
+        # Tracebacks of all ranks, half a minute later, in the router or the attention.
+        ("--set moe-router-topk=9", "moe-router-topk 9 is more than num-experts 8"),
+        (
+            "--set moe-router-num-groups=4 moe-router-group-topk=1 moe-router-topk=4",
+            "moe-router-group-topk 1 of 4 groups have 2",
+        ),
+        ("--set moe-router-num-groups=3", "moe-router-num-groups 3 must divide num-experts 8"),
+        ("--set kv-channels=7", "rotates pairs, and a head has 7 channels"),
+        (
+            "--set group-query-attention=true num-query-groups=3",
+            "num-query-groups 3 must divide num-attention-heads 2",
+        ),
+        ("--set hidden-dropout=1.5", "hidden-dropout 1.5: must be in [0, 1)"),
+        ("--set lr=-1.0", "lr -1.0: must be 0 or more"),
+        ("--set min-lr=1.0", "min-lr 1.0 is more than lr 0.005"),
+        ("--set moe-router-load-balancing-type=all", "must be one of ('aux_loss', 'seq_aux"),
         ("--set num-layers=two", "num-layers: 'two' is str, must be int"),
         ("--set seq-length=64", "more than max-position-embeddings 32"),
         ("--set num-experts=7", "num-experts 7 cannot be divided among 2"),
@@ -126,6 +151,14 @@ def test_missing_key_is_named(tmp_path: Path):
     model.write_text(yaml.safe_dump({k: v for k, v in MODEL.items() if k != "lr"}))
     with pytest.raises(InputError, match="'lr' is missing"):
         Settings.load(str(model), {})
+
+
+def test_what_megatron_refuses_is_one_error(tmp_path: Path):
+    """Megatron's checks of its own configuration were tracebacks of all ranks."""
+    model = tmp_path / "model.yaml"
+    model.write_text(yaml.safe_dump(MODEL | {"moe-router-group-topk": 2}))
+    with pytest.raises(InputError, match=r"Megatron-Core refuses the model.s settings: .*groups"):
+        transformer_config(Settings.load(str(model), {}), "alltoall", 1, None)
 
 
 def test_overwrite_leaves_other_files_alone(

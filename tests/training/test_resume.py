@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from small_job import MODEL, TIMEOUT_S, Finished, Trainer, entries, environment, losses
 
 from megatron_ncclep import cli
+from megatron_ncclep.training.log import read
 
 STOP = 3
 STEPS = MODEL["train-iters"]
@@ -107,6 +109,43 @@ def test_resume_needs_a_checkpoint(
         assert "--overwrite" in text
 
 
+def test_a_damaged_checkpoint_is_named(
+    arguments: tuple[str, ...], stopped: Path, trainer: Trainer, tmp_path: Path, capsys
+):
+    """One that was cut off was an EOFError of each rank: no file was named, and no way out."""
+    out = copy(stopped, tmp_path)
+    folder = out / "checkpoint" / f"step-{STOP:06d}"
+    os.truncate(folder / "__0_0.distcp", 1000)
+    output = trainer.train(*arguments, "--out", out, "--resume", status=2)
+    for rank in range(2):
+        assert f"rank {rank}: error: --resume: {folder} cannot be read, it is damaged" in output
+    assert "put a copy of it back, or start again with --overwrite" in output
+    os.truncate(folder / "settings.json", 10)
+    assert cli.main(["train", *arguments, "--out", str(out), "--resume"]) == 2
+    assert f"--resume: {folder / 'settings.json'} cannot be read" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(
+    arguments: tuple[str, ...], stopped: Path, trainer: Trainer, tmp_path: Path, capsys
+):
+    """It was said to be stdout's where the log met it, and --text's before the ranks started."""
+    out = copy(stopped, tmp_path)
+    log = out / "log.jsonl"
+    whole = log.read_text(encoding="utf-8")
+    log.write_text(whole + '{"type": "st', encoding="utf-8")
+    assert len(read(log, "step")) == STOP, "a line that was cut off does not count"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    output = trainer.train(*arguments, "--out", out, "--resume", status=2)
+    assert f"rank 0: error: {log}: No space left on device: make room for it" in output
+    full = tmp_path / "full"
+    (full / "data").mkdir(parents=True)
+    (full / "data" / "text.bin").symlink_to("/dev/full")
+    assert cli.main(["train", *arguments, "--out", str(full)]) == 2
+    text = capsys.readouterr().err
+    assert f"error: {full}: No space left on device: make room for --out, or give another" in text
+
+
 def test_ctrl_c_saves_a_checkpoint(arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path):
     """It ended in tracebacks of all processes, and what was done since the last one was lost."""
     arguments = (*arguments, "--out", str(tmp_path))
@@ -132,7 +171,7 @@ START = """
 import sys, types
 from megatron_ncclep.training.command import _start_ranks
 sys.executable = sys.argv[1]
-sys.exit(_start_ranks(types.SimpleNamespace(ranks=2, device="cpu"), []))
+sys.exit(_start_ranks(types.SimpleNamespace(ranks=2, device="cpu"), [], "/tmp"))
 """
 
 

@@ -15,6 +15,7 @@ import pytest
 from small_job import MODEL, TIMEOUT_S, Finished, Trainer, command, entries, environment, losses
 
 from megatron_ncclep.cli import main
+from megatron_ncclep.libraries import extension
 
 STEPS, EVERY = MODEL["train-iters"], MODEL["eval-interval"]
 
@@ -101,7 +102,7 @@ def test_the_share_that_was_dropped_is_told(
 ):
     """There is room for half of a balanced load; a warning alone does not say how much is lost."""
     output = trainer.train(
-        *(*arguments, "--out", tmp_path, "--steps", 2, "--ncclep-max-recv-rows", "0.5x")
+        *(*arguments, "--out", tmp_path, "--steps", 2, "--ncclep-max-recv-rows", 128)
     )
     assert "assignments dropped" in output
     (end,) = entries(tmp_path, "end")
@@ -133,17 +134,37 @@ def test_indexed_prefix(arguments: tuple[str, ...], trainer: Trainer, tmp_path: 
     assert losses(out)[0] == pytest.approx(math.log(501), abs=0.1)
 
 
-def test_sigterm_ends_all_processes(arguments: tuple[str, ...], tmp_path: Path):
-    job = subprocess.Popen(
-        command(*arguments, "--out", tmp_path / "out", "--steps", 100_000), env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+def start(arguments: tuple[str, ...], tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Start a long job, whose stderr goes to a file, and return it once it trains."""
+    with (tmp_path / "stderr").open("wb") as stderr:
+        job = subprocess.Popen(
+            command(*arguments, "--out", tmp_path / "out", "--steps", 100_000),
+            env=environment(), stdout=subprocess.DEVNULL, stderr=stderr,
+        )  # fmt: skip
     log = tmp_path / "out" / "log.jsonl"
     deadline = time.monotonic() + TIMEOUT_S
     while not (log.is_file() and entries(log.parent, "step")):
         assert job.poll() is None, "the job ended by itself"
         assert time.monotonic() < deadline, "the job does not start to train"
         time.sleep(0.2)
+    return job
+
+
+def test_the_last_line_says_what_a_killed_rank_did(arguments: tuple[str, ...], tmp_path: Path):
+    """The survivor's line stood above 40 lines of torchrun, which did not know the reason."""
+    job = start(arguments, tmp_path)
+    ranks = psutil.Process(job.pid).children(recursive=True)
+    killed = next(child for child in ranks if child.environ().get("RANK") == "1")
+    killed.kill()
+    assert job.wait(timeout=TIMEOUT_S) != 0
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    assert lines[-1].startswith("ncclep train: error: rank 0: "), lines[-3:]
+    if extension.unavailable_reason() is None:
+        assert f"rank 1 (process {killed.pid}) has died" in lines[-1]
+
+
+def test_sigterm_ends_all_processes(arguments: tuple[str, ...], tmp_path: Path):
+    job = start(arguments, tmp_path)
     children = psutil.Process(job.pid).children(recursive=True)
     assert len(children) >= 3, "torchrun and two ranks"
     os.kill(job.pid, signal.SIGTERM)

@@ -175,7 +175,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             plan_id=call,
             num_tokens=len(topk_idx),
             top_k=top_k,
-            num_experts=self.num_experts,
+            made_by=self,
             num_rows=inside.num_rows,
             counts=inside.counts,
             inside=inside,

@@ -126,7 +126,7 @@ class NativeEngine(HostProtocol):
             plan_id=call.number,
             num_tokens=num_tokens,
             top_k=top_k,
-            num_experts=self.num_experts,
+            made_by=self,
             num_rows=capacity.limit or 0,
             counts=buffers.counts,
             token_routes=buffers.token_routes,

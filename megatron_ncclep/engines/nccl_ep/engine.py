@@ -88,7 +88,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
-            num_experts=self.num_experts,
+            made_by=self,
             num_rows=num_used if limit is None else limit,
             counts=torch.cat([padded, routed, num_dropped]).to(self.group.device),
             topk_idx=topk_idx,

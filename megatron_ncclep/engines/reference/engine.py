@@ -162,7 +162,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             plan_id=agreement.call,
             num_tokens=num_tokens,
             top_k=top_k,
-            num_experts=self.num_experts,
+            made_by=self,
             num_rows=sum(padded) if limit is None else limit,
             counts=torch.tensor([*padded, *routed, num_dropped], device=topk_idx.device),
             sent_token=is_pair_sent.nonzero()[:, 1].int(),

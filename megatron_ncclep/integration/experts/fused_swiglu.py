@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ PACKAGE = "quack-kernels"
 VERSION = "0.6.5"
 INSTALL = "pip install 'megatron-ncclep[experts]'"
 _CAPABILITY = 9
+# Its modules and those of nvidia-cutlass-dsl take the functions of any other folder for a user's.
+_MODULES = ("quack", "cutlass")
+_FOLDERS = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{PACKAGE} is not installed: {INSTALL}"
     if version != VERSION:
         return f"{PACKAGE} {version} is installed, and only {VERSION} was tried: {INSTALL}"
+    for module in _MODULES:
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            return f"{PACKAGE} {version} lacks its module {module}: {INSTALL}"
+        if not any(folder in spec.origin for folder in _FOLDERS):
+            return (
+                f"{PACKAGE} works only in a folder called {' or '.join(_FOLDERS)}, and its module "
+                f"{module} is {spec.origin}: install it where pip does by default"
+            )
     major, minor = torch.cuda.get_device_capability(device)
     if major != _CAPABILITY:
         return (
@@ -134,18 +147,18 @@ class _SwigluExperts(torch.autograd.Function):
         gate_up_grad, activated, probs_grad = products.fc2_backward(
             grad, stack_of(fc2), probs, gate_up, ends
         )
-        needs_fc1, needs_fc2 = map(any, _halves(ctx.needs_input_grad[4:]))
+        fc1_trained, fc2_trained = _halves(ctx.needs_input_grad[4:])
         rows_grad = None
         fc1_grads: list[Tensor | None] = [None] * len(fc1)
         fc2_grads = list(fc1_grads)
-        if needs_fc2:  # autograd drops the gradients of frozen ones
+        if any(fc2_trained):
             product = partial(products.weight_gradients, grad, activated, ends, False)
-            fc2_grads = store_weight_gradients(fc2, product, mode.target)
+            fc2_grads = store_weight_gradients(fc2, fc2_trained, product, mode.target)
         if ctx.needs_input_grad[0]:
             rows_grad = products.fc1_backward(gate_up_grad, stack_of(fc1), ends)
-        if needs_fc1:
+        if any(fc1_trained):
             product = partial(products.weight_gradients, gate_up_grad, rows, ends, True)
-            fc1_grads = store_weight_gradients(fc1, product, mode.target)
+            fc1_grads = store_weight_gradients(fc1, fc1_trained, product, mode.target)
         return rows_grad, probs_grad.to(ctx.probs_dtype), None, None, *fc1_grads, *fc2_grads
 
 

@@ -1,7 +1,8 @@
 """Megatron's experts with another `forward`: grouped GEMMs over offsets on the device.
 
 Megatron builds the experts as usual, so parameters, their names and values, random states and
-checkpoints are Megatron's own; then `group_experts` changes their class to a derived one.
+checkpoints are Megatron's own; then `group_experts` changes their class to a derived one.  When
+something has been put on their modules since (as_built.py), they compute as Megatron's again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step, holds_iteration
 from megatron_ncclep.integration.experts.activation import activate
+from megatron_ncclep.integration.experts.as_built import AsBuilt
 from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of
 from megatron_ncclep.integration.experts.fused_swiglu import (
     other_activation,
@@ -40,11 +42,13 @@ class GroupedExperts:
         alignment_needed: blocks have a multiple of this many rows.
         last_expert_first: the rows' blocks, and `tokens_per_expert`, begin with the rank's last
             expert, as in the dispatcher made for these experts; expert_stack.py says why.
+        as_built: the modules; the dispatcher asks it for changes before each pass.
     """
 
     takes_counts_on_device = True
     alignment_needed = GROUPED_ALIGNMENT
     last_expert_first = False
+    as_built: AsBuilt
 
     config: Any
     num_local_experts: int
@@ -71,8 +75,10 @@ class GroupedExperts:
         permuted_local_hidden_states: Tensor,
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Apply every expert to its block of rows.
+
+        If a change of the modules was found, Megatron's own forward does, with its arguments.
 
         Args:
             permuted_local_hidden_states: [num_rows, hidden]; rows after the last block may hold
@@ -89,6 +95,10 @@ class GroupedExperts:
                 sharded.
         """
         rows, probs = permuted_local_hidden_states, permuted_probs
+        if self.as_built.found is not None:
+            forward: Any = super().forward  # type: ignore[misc]
+            result: tuple[Tensor, Tensor | None] = forward(rows, tokens_per_expert, probs)
+            return result
         fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
         self._check_when_run(rows, fc1[0])
         self._run_pre_forward_hooks()
@@ -101,7 +111,9 @@ class GroupedExperts:
             probs = torch.ones_like(probs)
 
         target = GradientTarget(
-            self._adds_to_main_grad(fc1[0]), flags_tell_of_the_step(config), holds_iteration(config)
+            config.gradient_accumulation_fusion,
+            flags_tell_of_the_step(config),
+            holds_iteration(config),
         )
         products = self._products_of(rows)
         if products is not None and other_activation(config) is None:
@@ -122,19 +134,6 @@ class GroupedExperts:
             weights = self.weights_of(layer)
             if view_of(weights) is None:
                 lay_out(weights)
-
-    def _adds_to_main_grad(self, weight: torch.nn.Parameter) -> bool:
-        """Whether backward adds to main_grad itself, for all experts at once.
-
-        Without `gradient_accumulation_fusion` DDP's hooks do it, expert by expert and with the same
-        result, unless a parameter's flag says that it is done.  Megatron's own CUDA graphs respect
-        the flag only with the option: without it they would add once more.
-        """
-        config = self.config
-        if config.gradient_accumulation_fusion:
-            return True
-        has_own_graphs = getattr(config, "cuda_graph_impl", None) == "local"
-        return hasattr(weight, "grad_added_to_main_grad") and not has_own_graphs
 
     def _products_of(self, rows: Tensor) -> QuackProducts | None:
         """quack-kernels' GEMMs, if they can run there; the first call's answer stays."""
@@ -157,8 +156,7 @@ class GroupedExperts:
         """Call the hooks that wait for the weights: DDP's, with overlap_param_gather."""
         for module in self.modules_passed_over():
             for hook in module._forward_pre_hooks.values():
-                if hook(module, ()) is not None:
-                    raise unsupported(f"a hook that changes the input of {type(module).__name__}")
+                hook(module, ())
 
 
 class GroupedTEExperts(GroupedExperts, TEGroupedMLP):
@@ -224,3 +222,4 @@ def group_experts(experts: Any, last_expert_first: bool = False) -> None:
         if problem := unavailable_reason(weight.device, dtype):
             raise unsupported(problem)
     experts.lay_out_weights()
+    experts.as_built = AsBuilt(experts)

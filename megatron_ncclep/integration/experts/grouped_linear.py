@@ -78,12 +78,13 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows_grad = grouped_gemm.input_gradient(grad, stack_of(weights), offsets)
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[5:]):  # autograd drops the gradients of frozen ones
+        is_trained = ctx.needs_input_grad[5:]
+        if any(is_trained):
             rows = rows if ctx.make_rows_again is None else ctx.make_rows_again()
             if ctx.products is None:
                 product = partial(grouped_gemm.weight_gradients, grad, rows, offsets)
             else:
                 ends = F.pad(offsets, (1, 0))
                 product = partial(ctx.products.weight_gradients, grad, rows, ends, False)
-            weight_grads = store_weight_gradients(weights, product, ctx.target)
+            weight_grads = store_weight_gradients(weights, is_trained, product, ctx.target)
         return (rows_grad, None, None, None, None, *weight_grads)

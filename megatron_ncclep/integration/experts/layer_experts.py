@@ -1,4 +1,4 @@
-"""Select a layer's experts, and find out how they read their row counts."""
+"""Select a layer's experts, find out how they read their row counts, and whether they still do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.checks.cuda_graphs import may_hold_experts
 from megatron_ncclep.integration.checks.fp8 import is_quantized
 
@@ -34,7 +38,7 @@ def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: in
 
 def select_experts(
     layer: Any, options: EpConfig, num_slices: int
-) -> tuple[EpConfig, Choice | None]:
+) -> tuple[EpConfig, Choice | None, GroupedInLayer | None]:
     """Give the layer the experts that the options select.  Not collective.
 
     Args:
@@ -43,26 +47,86 @@ def select_experts(
         num_slices: number of ranks that share each expert's FFN hidden size.
 
     Returns:
-        the options, in which "auto" is resolved; and the choice made for "auto", or for "grouped"
-        how these experts compute, or None for "megatron".
+        the options, in which "auto" is resolved; the choice made for "auto", or for "grouped" how
+        these experts compute, or None for "megatron"; and what the dispatcher of grouped experts
+        needs.
     """
     if options.experts == "megatron":
-        return options, None
+        return options, None, None
     from megatron_ncclep.integration.experts import selection
 
     config, in_graph = layer.config, may_hold_experts(layer.config)
-    if options.experts == "auto":
+    is_asked_for = options.experts == "grouped"
+    if not is_asked_for:
         choice = selection.choose(
             *(config, options, layer.experts, layer.num_local_experts, num_slices), in_graph
         )
         options = dataclasses.replace(options, experts=choice.experts)
     else:
         choice = selection.asked_for(config)
-    if options.experts == "grouped":
-        from megatron_ncclep.integration.experts.grouped import group_experts
+    if options.experts != "grouped":
+        return options, choice, None
+    from megatron_ncclep.integration.experts.grouped import group_experts
 
-        group_experts(layer.experts, last_expert_first=True)
-    return options, choice
+    group_experts(layer.experts, last_expert_first=True)
+    return options, choice, GroupedInLayer(layer, is_asked_for)
+
+
+class GroupedInLayer:
+    """Whether a layer's grouped experts may compute the next pass: its dispatcher asks each time.
+
+    Attributes:
+        experts: as the layer was built with them.
+    """
+
+    def __init__(self, layer: Any, is_asked_for: bool) -> None:
+        """`is_asked_for`: the options ask for grouped experts, so Megatron's must not compute."""
+        self.experts = layer.experts
+        self._is_asked_for = is_asked_for
+        # Not the layer: it holds its dispatcher, and this.
+        self._modules = layer._modules
+
+    def change(self) -> str | None:
+        """Say what has been put on the experts since they were built; then Megatron's compute.
+
+        Raises:
+            UnsupportedError: the same, if the options ask for grouped experts.
+        """
+        built, now = self.experts.as_built, self._modules["experts"]
+        if now is not self.experts and built.found is None:
+            built.found = f"the layer's experts are now a {type(now).__name__}"
+        found: str | None = built.change()
+        if found is not None and self._is_asked_for:
+            from megatron_ncclep.integration.experts.refusals import unsupported
+
+            raise unsupported(
+                f"what was put on their modules after the layer was built, because they do not "
+                f"call them: {found}; remove it, or let Megatron's experts compute this layer, "
+                "with experts='auto'"
+            )
+        return found
+
+    def refuse_graph(self, found: str) -> UnsupportedError:
+        """The error where a CUDA graph would hold experts that Megatron's forward computes."""
+        return UnsupportedError(
+            f"a CUDA graph holds the experts, and Megatron's compute this layer, which read on "
+            f"the host how many rows each expert has: {found}; remove it, or leave the experts out "
+            "of the graph (cuda_graph_impl, cuda_graph_modules)"
+        )
+
+
+def reversed_blocks(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Put blocks of rows into the opposite order; rows after the last block stay there.
+
+    Args:
+        rows: [num_rows, ...].
+        sizes: rows of each block, in the present order.
+
+    Returns:
+        [num_rows, ...], differentiable.
+    """
+    *blocks, others = rows.split([*sizes, len(rows) - sum(sizes)])
+    return torch.cat([*blocks[::-1], others])
 
 
 def counts_wanted(experts: Any) -> dict[str, bool]:

@@ -36,8 +36,9 @@ class GradientTarget:
     """Where weight gradients go.
 
     Attributes:
-        into_main_grad: they are added to the parameters' `main_grad`, if these have one, instead of
-            leaving that to the reader of `.grad`.
+        into_main_grad: they are added to the parameters' `main_grad`, if these have one, and
+            autograd does not get them (`gradient_accumulation_fusion`).  Otherwise it does, so
+            that hooks of the weights and other losses on them count, and DDP's hooks add.
         may_overwrite: DDP resets a parameter's flag when it resets `main_grad`, so a step's first
             micro-batch can be recognised.
         holds_iteration: a CUDA graph that is being captured holds every micro-batch of a step.  Any
@@ -50,8 +51,9 @@ class GradientTarget:
 
 
 def store_weight_gradients(
-    weights: Sequence[Any], product: WeightProduct, target: GradientTarget
-) -> list[Tensor | None]:
+    weights: Sequence[Any], is_trained: Sequence[bool], product: WeightProduct,
+    target: GradientTarget,
+) -> list[Tensor | None]:  # fmt: skip
     """Compute the weights' gradients where they belong; return the tensors to give to autograd.
 
     Megatron's DDP has a hook behind every parameter that reduces gradients when all are there.  It
@@ -65,28 +67,37 @@ def store_weight_gradients(
 
     Args:
         weights: one parameter [out_features, in_features] for each expert.
+        is_trained: whether each of them is; some experts may be frozen, before or after DDP has
+            given them a main_grad.
         product: computes the gradients of all of them.
         target: where they go.
     """
-    if not (target.into_main_grad and all(hasattr(weight, "main_grad") for weight in weights)):
-        return list(product())
-    main_grads = [weight.main_grad for weight in weights]
+    trained = [weight for weight, is_one in zip(weights, is_trained, strict=True) if is_one]
+    if not (target.into_main_grad and all(hasattr(weight, "main_grad") for weight in trained)):
+        return list(product())  # autograd drops the gradients of frozen ones
+    main_grads = [weight.main_grad for weight in trained]
+    if len(trained) < len(weights):
+        unread = torch.empty_like(main_grads[0])
+        main_grads = [
+            weight.main_grad if is_one else unread
+            for weight, is_one in zip(weights, is_trained, strict=True)
+        ]
     may_overwrite = target.may_overwrite and (target.holds_iteration or not _is_captured(weights))
     is_first = may_overwrite and all(
-        getattr(weight, "grad_added_to_main_grad", None) is False for weight in weights
+        getattr(weight, "grad_added_to_main_grad", None) is False for weight in trained
     )
     whole = view_of(main_grads)
     product(main_grads if whole is None else whole, adds=not is_first)
-    unread = torch.empty_like(weights[0])
+    placeholder = torch.empty_like(trained[0])
     results: list[Tensor | None] = []
-    for weight in weights:
-        if not hasattr(weight, "grad_added_to_main_grad"):
+    for weight, is_one in zip(weights, is_trained, strict=True):
+        if not is_one or not hasattr(weight, "grad_added_to_main_grad"):
             results.append(None)
             continue
         weight.grad_added_to_main_grad = True
         wants_zeros = getattr(weight, "zero_out_wgrad", False)
         # A separate tensor object for each: autograd copies one that has another owner.
-        results.append(torch.zeros_like(unread) if wants_zeros else unread.detach())
+        results.append(torch.zeros_like(weight) if wants_zeros else placeholder.detach())
     return results
 
 

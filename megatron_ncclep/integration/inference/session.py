@@ -22,6 +22,7 @@ from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 # Options of EpConfig that apply while text is generated.
 OPTIONS = (
@@ -34,7 +35,7 @@ DEFAULT_TOKENS = 128
 DTYPE = torch.bfloat16
 
 
-class InferenceSession:
+class InferenceSession(Uncopied):
     """Low-latency mode and an engine in exact mode, for rows of one size.
 
     Attributes:

@@ -15,9 +15,10 @@ from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.integration.rerun.limit import MOST_LOAD
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 
-class LayerEngines:
+class LayerEngines(Uncopied):
     """The engine that a layer's options ask for; and with on_overflow="rerun" one in exact mode.
 
     Attributes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
@@ -23,6 +24,7 @@ from patience import patient
 from megatron_ncclep.doctor import SECTIONS, choice, examine
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render
 from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH
 from megatron_ncclep.ranks.pool import RankError, RankPool
 
 # What ranks of a job have in their environment; this is none.
@@ -40,12 +42,17 @@ def prepare() -> None:
     del os.environ["NCCLEP_AUTOLOAD"]
 
 
+def do_nothing() -> None:
+    """Stand in for what prepares ranks."""
+
+
 def be_doctor(code: str, output: str, *arguments: str) -> int:
     """Run `ncclep doctor` after `code`, with standard output in a file."""
     from megatron_ncclep.cli import main
 
     for name in AS_RANK:
         del os.environ[name]
+    choice.use_cpu = do_nothing  # ranks that import Megatron-Core too would take seconds longer
     exec(code)
     with Path(output).open("w") as file, contextlib.redirect_stdout(file):
         return main(["doctor", *arguments])
@@ -96,8 +103,8 @@ def test_it_says_what_is_here() -> None:
     assert report["megatron.core.transformer.moe.moe_layer"]["value"] == "as expected"
     assert {f"engine {name}" for name in ENGINES} <= set(report)
     assert report["engine reference"]["value"].endswith("can run over gloo")
-    assert report["engine auto"]["value"] == "takes reference"
-    assert report["nodes"]["value"] == "1 x 1 (nodes x ranks)"
+    assert report["engine auto"]["value"] == "1..2 ranks: takes reference"
+    assert report["nodes"]["value"] == "1 x 2 (nodes x ranks)"
     assert not any(finding["problem"] for finding in report.values())
 
 
@@ -113,7 +120,7 @@ def test_variables_that_are_wrong_are_problems_and_the_rest_is_examined(
     assert "NCCLEP_NUM_SMS='many'" in str(found["environment"]["problem"])
     assert "NCCLEP_LOG=WARNING" in str(found["environment"]["value"])
     assert "NCCLEP_NCCL_LIBRARY=/gone.so" in str(found["NCCL, the rest"]["problem"])
-    assert found["engine auto"]["value"] == "takes reference"
+    assert found["engine auto"]["value"] == "1..2 ranks: takes reference"
 
 
 def test_a_changed_and_untested_megatron_is_a_problem(findings: Callable[..., Report]) -> None:
@@ -229,6 +236,26 @@ def test_the_lsa_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ncclCommInitRank: no" in str(finding.problem)
     pool.size = 1
     assert not [*choice.lsa_domain(pool)]
+
+
+def break_gloo() -> None:
+    def init(*args: object, **kwargs: object) -> None:
+        raise TypeError("__init__() got an unexpected keyword argument\nand more")
+
+    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_cpus_process_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.14 no command could make a gloo group, and the doctor found 0 problems: it had
+    made its own without what `ncclep train` replaces in torch.
+    """
+    monkeypatch.setattr(choice, "use_cpu", break_gloo)
+    (finding,) = examine("Engines")
+    assert finding.subject == "engines for 1 ranks"
+    problem = str(finding.problem)
+    assert "failed: TypeError: __init__() got an unexpected keyword argument; " in problem
+    assert f"torch {OLDEST_TORCH} to {NEWEST_TORCH} are tested, install one of these" in problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -94,7 +94,6 @@ def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
         ("megatron", "megatron", {}),
         ("grouped", "grouped", {}),
         ("fused", "grouped", {"gradient_accumulation_fusion": True}),
-        ("in Megatron's graphs", "grouped", {"cuda_graph_impl": "local"}),
     ]:
         adds.clear()
         training = Training(ctx, "ncclep", model_of(experts), **options)
@@ -102,7 +101,7 @@ def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
             curves[name] = [training.step() for _ in range(4)]
         # 2 layers x 2 products x 4 steps, for all experts at once; the first of a step's two
         # micro-batches is not added.
-        assert adds.count(3) == (16 if name in ("grouped", "fused") else 0), name
+        assert adds.count(3) == (16 if name == "fused" else 0), name
         if experts == "grouped":
             # In Megatron's buffers now, where weights and gradients are used as they lie.
             for module in training.experts:
@@ -115,7 +114,7 @@ def test_training_with_the_distributed_optimizer(ctx: RankContext) -> None:
     # Blocks are padded to 16 rows, which a product sums in another order.
     assert curves["grouped"] == [pytest.approx(step, rel=SAME[ctx.device]) for step in expected]
     # It is the same sum whoever adds gradients up.
-    assert curves["fused"] == curves["in Megatron's graphs"] == curves["grouped"]
+    assert curves["fused"] == curves["grouped"]
 
 
 # ---- checkpoints
@@ -223,11 +222,6 @@ def test_experts_that_are_not_megatrons(ctx: RankContext) -> None:
 
     layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=GROUPED))
     hidden = torch.randn(4, 1, 16)
-    linear = layer.experts.local_experts[0].linear_fc1
-    hook = linear.register_forward_pre_hook(lambda module, inputs: inputs)
-    with pytest.raises(UnsupportedError, match="a hook that changes the input of ColumnParallel"):
-        layer(hidden)
-    hook.remove()
     layer(hidden)
     layer.experts.weights_of("linear_fc1")[0].get_main_grad = None
     with pytest.raises(UnsupportedError, match="FSDP: use DistributedDataParallel"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from patience import patient
 
 from megatron_ncclep import cpu
+from megatron_ncclep.cpu import torch_calls
 from megatron_ncclep.cpu.torch_calls import replace
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
 from megatron_ncclep.ranks.pool import RankContext, RankPool
@@ -88,6 +90,57 @@ def test_groups_share_one_thread(ctx: RankContext) -> None:
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)
+
+
+class LaterOptions:
+    __slots__ = ("_devices", "_threads", "_timeout", "enable_reconfigure")
+
+
+class LaterGroup:
+    """The gloo group of a torch that passes it more than this package knows."""
+
+    _Options = LaterOptions
+    options: Any = None
+
+    def __init__(self, store: str, rank: int, size: int, *further: Any, **named: Any) -> None:
+        self.passed = (store, rank, size, *further)
+        self.named = named
+        self.options = next((each for each in further if isinstance(each, LaterOptions)), None)
+        if self.options is None:
+            self.options = LaterOptions()
+            self.options._devices, self.options._threads = [object()], 2
+
+
+@pytest.mark.parametrize(
+    ("further", "named", "is_known"),
+    [
+        ((), {}, True),
+        ((9,), {}, True),
+        ((), {"timeout": 9, "enable_reconfigure": True}, True),
+        ((), {"timeout": 9, "mood": "good"}, False),
+        ((9, True), {}, False),
+    ],
+)
+def test_further_arguments_reach_gloo(
+    further: tuple[Any, ...],
+    named: dict[str, Any],
+    is_known: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From torch 2.14 on torch passes `enable_reconfigure`, and every CPU command failed."""
+    made = type("Group", (LaterGroup,), {"__init__": LaterGroup.__init__})
+    monkeypatch.setattr(dist, "ProcessGroupGloo", made)
+    torch_calls._share_gloo_device()
+    first, second = (made("store", 0, 1, *further, **named) for _ in range(2))
+    assert (first.passed, first.named) == (("store", 0, 1, *further), named)
+    assert (second.options._devices == first.options._devices) == is_known
+    if not is_known:  # as torch wants it
+        assert (second.passed, second.named) == (first.passed, first.named)
+        return
+    assert (len(second.passed), second.named) == (4, {})
+    expected = {**dict.fromkeys(["timeout"][: len(further)], 9), **named}
+    for name, value in expected.items():
+        assert getattr(second.options, "_timeout" if name == "timeout" else name) == value
 
 
 def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:

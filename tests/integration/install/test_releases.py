@@ -6,18 +6,25 @@ Those that are not installed are unpacked wheels under `<environment>/megatron/<
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from megatron_versions import INSTALLED, SUPPORTED
 
+from megatron_ncclep import create_engine
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.integration.releases import MEGATRON
+from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH, untested_torch
 from megatron_ncclep.ranks.pool import RankContext
 
 
 def test_the_range_is_the_tested_one() -> None:
     assert (SUPPORTED[0], SUPPORTED[-1]) == (MEGATRON.oldest, MEGATRON.newest)
     assert MEGATRON.is_tested(INSTALLED)
+    assert untested_torch() is None
 
 
 @pytest.mark.parametrize(
@@ -30,6 +37,23 @@ def test_is_tested(version_text: str, expected: bool) -> None:
     there every build of a layer warned of an untested version.
     """
     assert MEGATRON.is_tested(version_text) is expected
+
+
+@pytest.mark.parametrize(
+    ("version_text", "is_tested"),
+    [("2.5.1", False), ("2.6.0+cu124", True), ("2.12.0a0+nv26.05", True), ("2.14.1", True),
+     ("2.99.0", False), ("3.0.0", False)],
+)  # fmt: skip
+def test_an_untested_torch_is_named_once(
+    version_text: str, is_tested: bool, process_group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "__version__", version_text)
+    for _ in range(2):
+        create_engine(process_group, 2, EpConfig(engine="reference"))
+    found = [record for record in caplog.records if record.levelno == logging.WARNING]
+    expected = f"torch {version_text} is not tested: {OLDEST_TORCH} to {NEWEST_TORCH} are"
+    assert [record.getMessage() for record in found] == [expected] * (not is_tested)
 
 
 @pytest.fixture

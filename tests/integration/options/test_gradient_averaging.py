@@ -98,17 +98,20 @@ def test_several_buckets_and_weights_averaged_every_second_step(ctx: RankContext
 
 
 @pytest.mark.each_release
-@pytest.mark.parametrize("overlap", [False, True])
-def test_megatron_ddp(ctx: RankContext, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    "of_ddp", [{}, {"overlap_grad_reduce": True}, {"average_in_collective": True}]
+)
+def test_megatron_ddp(ctx: RankContext, of_ddp: dict[str, bool]) -> None:
     """With EP 2, dense parameters are averaged over all four ranks, and experts over the two that
-    have them.  Megatron divides both by four, so that experts get half of their mean.
+    have them.  Megatron divides both by four, so that experts get half of their mean, whether it
+    adds up scaled gradients or scales a mean.
     """
     initialize(ep=2)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     options = EpConfig(gradient_averaging="a2sgd", resync_interval=1)
     config = make_config("ncclep", torch.float32, 2, ncclep=options)
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    ddp = DistributedDataParallelConfig(**of_ddp)
     model = DistributedDataParallel(config, ddp, build_layer(config))
     generator = torch.Generator().manual_seed(ctx.rank)
     sizes: list[int] = []

@@ -1,0 +1,69 @@
+"""What users put on TransformerEngine's experts, with grouped ones of quack-kernels: the table of
+tests/integration/changed_experts.py on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from changed_experts import CHANGES, train
+from left_out import needs_te
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.ranks.pool import RankContext
+
+FIELDS: dict[str, Any] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 64,
+    "moe_ffn_hidden_size": 64,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "bias_activation_fusion": True,
+    "moe_grouped_gemm": True,
+    "use_cpu_initialization": False,
+}
+# Of the largest value: as in test_gpu_grouped_experts.py.
+TOLERANCE = 2e-2
+
+
+@needs_te
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_users_put_on_experts(ctx: RankContext, engine_name: str, name: str) -> None:
+    change, options = CHANGES[name], {"engine": engine_name}
+    # TransformerEngine looks at the first weight only, so that some frozen experts freeze or train
+    # all: there, the gradients are those without a change.
+    is_partly_frozen = name.startswith("some frozen")
+    theirs = CHANGES["nothing"] if is_partly_frozen else change
+    with_theirs = EpConfig(**options, experts="megatron", alignment=16)
+    expected, seen, _ = train(theirs, with_theirs, "cuda", True, ctx.rank, **FIELDS)
+    found, also_seen, said = train(
+        change, EpConfig(**options, experts="auto"), "cuda", True, ctx.rank, **FIELDS
+    )
+    assert found.keys() == expected.keys()
+    of_experts = [key.partition(" of ")[2] for key in expected if "main_grad of experts" in key]
+    frozen = of_experts[::3] if is_partly_frozen else []
+    for key, value in expected.items():
+        mine = found[key]
+        if key.partition(" of ")[2] in frozen:
+            assert mine is None or not mine.any(), key
+        elif value is None or mine is None:
+            assert value is mine is None, key
+        elif change.words is not None:
+            assert torch.equal(mine, value), key
+        else:
+            error = (mine.float() - value.float()).abs().max()
+            assert error <= TOLERANCE * value.float().abs().max(), key
+    assert len(also_seen) == len(seen)
+    assert all(map(torch.equal, also_seen, seen))
+    warnings = [line for line in said if "Megatron's experts compute" in line]
+    assert len(warnings) == (change.words is not None)
+    assert all(str(change.words) in line for line in warnings)
+    if change.words is not None:
+        asked = EpConfig(**options, experts="grouped")
+        with pytest.raises(UnsupportedError) as caught:
+            train(change, asked, "cuda", True, ctx.rank, **FIELDS)
+        assert change.words in str(caught.value)

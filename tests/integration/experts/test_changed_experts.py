@@ -1,0 +1,65 @@
+"""Grouped experts silently ignored what users had put on Megatron's modules: LoRA failed, hooks and
+quantisers had no effect, and frozen experts were trained, for people who had asked for nothing.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from changed_experts import CHANGES, train
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+FIELDS = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+# The same padding, so that Megatron's experts multiply the same rows.
+THEIRS = EpConfig(experts="megatron", alignment=16)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_users_put_on_experts(ctx: RankContext, name: str) -> None:
+    change = CHANGES[name]
+    fields = {**FIELDS, **(RECOMPUTED if "hook" in name else {})}
+    expected, seen, _ = train(change, THEIRS, "cpu", False, ctx.rank, **fields)
+    for room in (None, 256):  # exact and static mode
+        options = EpConfig(experts="auto", max_recv_rows=room)
+        found, also_seen, said = train(change, options, "cpu", False, ctx.rank, **fields)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if value is None or found[key] is None:
+                assert value is found[key] is None, key
+            elif change.words is None or room:  # products of other numbers of rows
+                torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=key)
+            else:
+                assert torch.equal(found[key], value), key
+        assert len(also_seen) == len(seen)
+        if room is None:
+            assert all(map(torch.equal, also_seen, seen))
+        warnings = [line for line in said if "Megatron's experts compute" in line]
+        assert len(warnings) == (change.words is not None)
+        assert all(str(change.words) in line for line in warnings)
+    if change.words is None:
+        train(change, EpConfig(experts="grouped"), "cpu", False, ctx.rank, **fields)
+    else:
+        with pytest.raises(UnsupportedError) as caught:
+            train(change, EpConfig(experts="grouped"), "cpu", False, ctx.rank, **fields)
+        assert change.words in str(caught.value)
+        assert "with experts='auto'" in str(caught.value)
+
+
+def test_a_graph_is_not_captured(ctx: RankContext) -> None:
+    from megatron_ncclep.integration import dispatcher
+
+    change, options = CHANGES["LoRA on linear_fc1"], EpConfig(experts="auto", max_recv_rows=256)
+    with (
+        mock.patch.object(dispatcher, "is_graph_capturing", return_value=True),
+        pytest.raises(UnsupportedError, match="a CUDA graph holds the experts, and Megatron's"),
+    ):
+        train(change, options, "cpu", False, ctx.rank, **FIELDS)

@@ -1,0 +1,45 @@
+"""Copies of a model, as averages of weights (EMA) need them: they use the same engines."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from torch.optim.swa_utils import AveragedModel
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.ranks.pool import RankContext
+
+FOLLOWS = EpConfig(max_recv_rows="auto", on_overflow="rerun", metrics_interval=1)
+STATIC = EpConfig(max_recv_rows="worst")
+
+
+@pytest.mark.parametrize("options", [EpConfig(), STATIC, FOLLOWS], ids=["exact", "static", "auto"])
+def test_a_copy_of_a_layer_uses_its_engines(ctx: RankContext, options: EpConfig) -> None:
+    """`copy.deepcopy` of a model ended in "cannot pickle HostExchange", of the engine's hosts.
+
+    Megatron's own modules hold process groups, which a copy shares too: who copies a model says so.
+    """
+    initialize(ctx.num_ranks, device=ctx.device)
+    config = make_config("ncclep", torch.float32, ctx.num_ranks, ncclep=options)
+    layer = build_layer(config, ctx.device)
+    shared: Any = {dist.ProcessGroup: lambda group, memo: group}
+    with mock.patch.dict(copy._deepcopy_dispatch, shared):  # type: ignore[attr-defined]
+        copied = AveragedModel(layer).module
+    assert copied.token_dispatcher is not layer.token_dispatcher
+    assert copied.token_dispatcher.engines is layer.token_dispatcher.engines
+    generator = torch.Generator().manual_seed(ctx.rank)
+    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(ctx.device)
+    expected = layer(hidden)[0]
+    assert expected.abs().sum() > 0
+    assert torch.equal(copied(hidden)[0], expected)
+    with torch.no_grad():
+        for weight in copied.experts.parameters():
+            weight.zero_()
+    assert copied(hidden)[0].abs().sum() == 0
+    assert torch.equal(layer(hidden)[0], expected)
