@@ -1,6 +1,6 @@
 """The range of torch's versions that the tests run with.
 
-Megatron-Core's is in integration/checks/unsupported.py.
+Megatron-Core's is in integration/releases.py.
 """
 
 from __future__ import annotations

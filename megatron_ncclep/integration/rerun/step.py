@@ -17,7 +17,7 @@ from megatron_ncclep.config import AUTO, DROP, RERUN, EpConfig
 from megatron_ncclep.engines.overflow import can_drop, needed_and_had
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.options.field import NAME, resolve_options
-from megatron_ncclep.integration.patching import mark_patched, unpatched
+from megatron_ncclep.integration.patching import replaces
 from megatron_ncclep.integration.rerun.batches import Batches
 from megatron_ncclep.integration.rerun.evaluation import CheckedEvaluations
 from megatron_ncclep.integration.rerun.graphs import without_graphs
@@ -46,19 +46,13 @@ _REFUSED = 1 << 62
 def change_schedules(module: Any) -> None:
     """Let Megatron's schedules run a step again."""
     for name in _SCHEDULES:
-        original = unpatched(module, module, name, _ARGUMENTS)
-        if original is not None:
-            setattr(module, name, mark_patched(_with_reruns(original)))
+        replaces(name, _ARGUMENTS)(_with_reruns)(module)
 
 
-def change_full_iteration(module: Any) -> None:
+@replaces("FullCudaGraphWrapper.__call__", ["self"])
+def change_full_iteration(original: Any) -> Any:
     """Let a step that is a CUDA graph be run again by the schedule that it holds."""
-    wrapper = module.FullCudaGraphWrapper
-    original = unpatched(module, wrapper, "__call__", ["self"])
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps = _steps_of(kwargs)
         if steps is None:
@@ -67,11 +61,10 @@ def change_full_iteration(module: Any) -> None:
             steps.warmup_steps = self.cuda_graph_warmup_steps
         return steps.run(functools.partial(original, self), self.forward_backward_func, kwargs)
 
-    wrapper.__call__ = mark_patched(call)
+    return call
 
 
 def _with_reruns(schedule: Any) -> Any:
-    @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
         steps = _steps_of(kwargs)
         if steps is None:
