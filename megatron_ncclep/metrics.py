@@ -127,9 +127,10 @@ class LayerCounts:
     def _kept(self, topk_idx: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
         """`topk_idx` without the assignments that were dropped, and those that are no expert's."""
         group, config = self._group, self._config
-        is_expert = (topk_idx >= 0) & (topk_idx < plan.made_by.num_experts)
+        num_experts = self._num_local_experts * group.size
+        is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
         topk_idx = topk_idx.where(is_expert, NOT_ROUTED).long()
-        mine = topk_idx.new_zeros(plan.made_by.num_experts)
+        mine = topk_idx.new_zeros(num_experts)
         mine.scatter_add_(0, topk_idx.clamp(min=0).flatten(), is_expert.long().flatten())
         everyone = _gathered(group, mine, "counting rows", group.deadline_s(config))
         place = self._order.index(group.rank)
