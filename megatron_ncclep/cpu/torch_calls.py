@@ -193,7 +193,8 @@ def _allow_uneven_collectives() -> None:
     """Let `all_gather` and `reduce_scatter` take tensors of different lengths, as NCCL does.
 
     Every version, expert tensor parallelism > 1 only: the `alltoall` dispatcher gathers as many
-    rows as each rank happens to have (tensor_parallel.mappings), and gloo refuses that.
+    rows as each rank happens to have (tensor_parallel.mappings), and gloo refuses that.  In torch
+    2.6 gloo has no reduce_scatter at all.
     """
     all_gather_even, reduce_scatter_even = dist.all_gather, dist.reduce_scatter
 
@@ -225,7 +226,7 @@ def _allow_uneven_collectives() -> None:
         async_op: bool = False,
         **further: Any,
     ) -> Any:
-        if len({part.shape for part in input_list}) <= 1:
+        if async_op and len({part.shape for part in input_list}) <= 1:
             return reduce_scatter_even(output, input_list, op, group, async_op, **further)
         _refuse_async("reduce_scatter", async_op)
         everything = torch.cat(list(input_list))

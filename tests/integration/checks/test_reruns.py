@@ -142,6 +142,7 @@ def results_of(
     """Train: all that the training leaves behind, the model's Reruns, and the number of replays."""
     case = replace(case, options={**case.options, "ncclep": options})
     validates = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.destroy_rerun_state_machine()  # another test's
     rerun_state_machine.initialize_rerun_state_machine(mode=validates)
     training = Collapsing(ctx, "ncclep", case)
     logged(ends=True)
