@@ -39,6 +39,7 @@ from host_ranks import Grid, run_ranks  # noqa: E402
 from results import measured_on  # noqa: E402
 
 from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
+from megatron_ncclep.benchmark.table import as_text, grid  # noqa: E402
 from megatron_ncclep.cli.network_model import NetworkModel, Puts  # noqa: E402
 
 # The aims: times against bytes / rate, and what an operation of few tokens may take besides.
@@ -237,18 +238,6 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
 # --- text ----------------------------------------------------------------------------------------
 
 
-def align(rows: list[list[str]]) -> list[str]:
-    """The first column on the left, the others on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if at else '<'}{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def described(result: dict[str, Any]) -> list[str]:
     """The lines of a case's result."""
     lines = [f"{result['name']}: {result['problem'] or 'ok'}, {result['seconds']} s"]
@@ -260,7 +249,8 @@ def described(result: dict[str, Any]) -> list[str]:
     lines += [f"  {each['shape']}: {each['problem']}" for each in shapes if each["problem"]]
     measured = [each for each in shapes if not each["problem"]]
     if measured and "aim_us" in measured[0]:
-        rows = [["  us, p50 and p99", *(f"{way} (aim)" for way in measured[0]["aim_us"])]]
+        head = ["  us, p50 and p99", *(f"{way} (aim)" for way in measured[0]["aim_us"])]
+        rows = []
         for each in measured:
             cells = [
                 f"{each['passes'][way]['p50_us']:.1f} {each['passes'][way]['p99_us']:.1f} "
@@ -268,9 +258,10 @@ def described(result: dict[str, Any]) -> list[str]:
                 for way, aim in each["aim_us"].items()
             ]
             rows.append([f"  {each['shape']}", *cells])
-        lines += align(rows)
+        lines.append(as_text(grid(head, rows)))
     elif measured:
-        rows = [["  us", "bytes / rate", "plan", *PASSES, f"<= {HT_AIM}", "rounds"]]
+        head = ["  us", "bytes / rate", "plan", *PASSES, f"<= {HT_AIM}", "rounds"]
+        rows = []
         for each in measured:
             cells = [
                 f"{each['passes'][p]['median_us']:.0f} ({each['ratio'][p]:.2f})" for p in PASSES
@@ -279,7 +270,7 @@ def described(result: dict[str, Any]) -> list[str]:
             plan = f"{each['passes']['plan']['median_us']:.0f}"
             numbers = [f"{each['least_us']:.0f}", plan, *cells, met, str(each["rounds"])]
             rows.append([f"  {each['shape']}", *numbers])
-        lines += align(rows)
+        lines.append(as_text(grid(head, rows)))
     if counted := result.get("counted"):
         said = "DIFFERENT" if counted["differs"] else "the same"
         gigabytes = [f"{counted[name] / 1e9:.3f}" for name in ("put", "came", "model")]
