@@ -36,7 +36,6 @@ CAPS = EngineCaps(
     max_top_k=16,
     max_local_experts=32,
     min_ranks=2,
-    compiles_at_run_time=True,
 )
 
 

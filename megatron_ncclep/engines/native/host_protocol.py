@@ -51,14 +51,6 @@ class PlanCall:
     buffers: PlanBuffers
 
 
-class KnownPlan(PlanCall):
-    """A plan that this rank makes alone, with windows that are large enough."""
-
-
-class AgreedPlan(PlanCall):
-    """A plan on which all hosts have agreed; windows have grown if need be."""
-
-
 @dataclass(eq=False, slots=True)
 class RowsCall(Generic[_Buffers]):
     """A dispatch or combine that can be queued.
@@ -96,7 +88,7 @@ class HostProtocol(EngineBase[NativePlan]):
 
     # --- plans -----------------------------------------------------------------------------------
 
-    def _begin_plan(self, topk_idx: torch.Tensor) -> KnownPlan | AgreedPlan:
+    def _begin_plan(self, topk_idx: torch.Tensor) -> PlanCall:
         """Check the arguments of plan; provide memory and windows for it."""
         self._require_open()
         problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
@@ -114,18 +106,18 @@ class HostProtocol(EngineBase[NativePlan]):
             return self._known_plan(topk_idx, problem)
         return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits))
 
-    def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> KnownPlan:
+    def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> PlanCall:
         """A static plan whose shape the other ranks need not know."""
         problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
         if problem is None:
             capacity = self._capacity(self._native.max_tokens, topk_idx)
             memory = self._plan_memory(capacity, topk_idx)
             if memory.problem is None:
-                return KnownPlan(self.group.enter(), capacity, memory.buffers)
+                return PlanCall(self.group.enter(), capacity, memory.buffers)
             problem = memory.problem
         self._shared.refuse("plan", problem)
 
-    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> AgreedPlan:
+    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> PlanCall:
         """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
 
         Windows that are too small grow; `fits` says that they are large enough for this rank's
@@ -163,7 +155,7 @@ class HostProtocol(EngineBase[NativePlan]):
             smaller = self._plan_memory(capacity, topk_idx)
             memory = memory if smaller.problem else smaller
         self._most_tokens = max(self._most_tokens, most_tokens)
-        return AgreedPlan(agreement.call, capacity, memory.buffers)
+        return PlanCall(agreement.call, capacity, memory.buffers)
 
     def _raise_with_all(self, topk_idx: torch.Tensor, problem: str) -> NoReturn:
         """Raise a problem of this rank with a plan on all ranks.  Collective."""

@@ -40,8 +40,6 @@ CAPS = EngineCaps(
     max_top_k=32,
     max_local_experts=256,
     min_ranks=2,
-    max_plan_bytes=64 * 2**20,
-    compiles_at_run_time=True,
 )
 
 
