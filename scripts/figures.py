@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/, as SVG; scripts/pages.py writes the files.
+"""The figures that are drawn from results, as SVG; scripts/pages.py writes the files.
 
 Text stays text, and nothing depends on an installed font or a plotting library: the same results
 give the same file everywhere, so a test can tell when a figure is out of date.
@@ -13,8 +13,6 @@ from typing import Any
 
 INK, MUTED, LINE, PAPER = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff"
 GREY, BLUES = "#9aa5b1", ("#8fc1e3", "#4b93c7", "#17609b")
-# Of source rank 0 and 1: fill and border.
-RANKS = (("#fde3c0", "#d9822b"), ("#cfe3f5", "#2f74b5"))
 
 
 @dataclass
@@ -58,15 +56,6 @@ class Canvas:
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(
             f'<path d="M{path}" stroke="{stroke}" stroke-width="2" fill="none"{dashes}/>'
-        )
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, stroke: str) -> None:
-        """Draw a curve that leaves and arrives horizontally, with a head at its end."""
-        middle = (x1 + x2) / 2
-        self.parts.append(
-            f'<path d="M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2 - 6:g} {y2:g}" '
-            f'stroke="{stroke}" stroke-width="1.6" fill="none"/>'
-            f'<path d="M{x2:g} {y2:g}l-8 -4v8z" fill="{stroke}"/>'
         )
 
     def svg(self) -> str:
@@ -152,162 +141,13 @@ def libraries(
     return canvas.svg()
 
 
-# The example of docs/contract.md: (rank, token) -> its experts; two ranks with two experts each.
-ROUTES = {(0, 0): (0, 1), (0, 1): (3, 0), (1, 0): (2, 1)}
-
-
-def data_flow() -> str:
-    """Where the rows of the contract's example go."""
-    canvas = Canvas(900, 404, "Data flow of one MoE layer on two ranks")
-    for x, head, foot in (
-        (110, "tokens", "[T, H] on each rank"),
-        (330, "dispatched rows", "expert blocks, [N, H]"),
-        (560, "the experts' output", "the same rows"),
-        (790, "sums", "[T, H] on each rank"),
-    ):
-        canvas.text(x, 34, head, 15, "middle", bold=True)
-        canvas.text(x, 52, foot, 12, "middle", MUTED)
-    for x, step in ((215, "dispatch"), (445, "experts"), (680, "combine")):
-        canvas.text(x, 388, step, 14, "middle", bold=True)
-    tokens = {(rank, token): 96 + 190 * rank + 60 * token for rank, token in ROUTES}
-    for rank, height in enumerate((160, 124)):
-        canvas.rect(14, 66 + 172 * rank, 872, height, "none", LINE, 8)
-        canvas.text(26, 56 + 172 * rank + height, f"rank {rank}", 13, fill=MUTED, bold=True)
-    for (rank, token), y in tokens.items():
-        for x, what in ((110, f"token {token}"), (790, f"sum {token}")):
-            canvas.rect(x - 44, y - 15, 88, 30, *RANKS[rank])
-            canvas.text(x, y + 5, what, 13, "middle")
-    for rank in range(2):
-        y = 82 + 172 * rank
-        for expert in (2 * rank, 2 * rank + 1):
-            canvas.text(330, y + 8, f"expert {expert}", 11, "middle", MUTED)
-            y += 13
-            for source, token in (row for row, experts in ROUTES.items() if expert in experts):
-                for x in (330, 560):
-                    canvas.rect(x - 44, y, 88, 24, *RANKS[source], r=0)
-                    canvas.text(x, y + 16, f"r{source} token {token}", 12, "middle")
-                colour = RANKS[source][1]
-                canvas.arrow(156, tokens[source, token], 284, y + 12, colour)
-                canvas.arrow(376, y + 12, 514, y + 12, GREY)
-                canvas.arrow(606, y + 12, 744, tokens[source, token], colour)
-                y += 26
-            y += 8
-    return canvas.svg()
-
-
-def over_network() -> str:
-    """Where one token's rows and sums go when its experts are in two NVLink domains."""
-    canvas = Canvas(900, 380, "One token with experts on rank 1, 2 and 3, in two NVLink domains")
-    lanes = {0: 104, 1: 164, 2: 264, 3: 324}
-    for domain, y in enumerate((66, 226)):
-        canvas.rect(14, y, 872, 136, "none", LINE, 8)
-        canvas.text(876, y + 126, f"NVLink domain {domain}", 13, "end", MUTED, bold=True)
-    for rank, y in lanes.items():
-        canvas.text(26, y + 5, f"rank {rank}", 13, fill=MUTED, bold=True)
-    for x, step in ((320, "dispatch"), (690, "combine")):
-        canvas.text(x, 40, step, 15, "middle", bold=True)
-    (own_fill, own), (other_fill, other) = RANKS
-    boxes = [
-        (120, 0, "token", own_fill, own), (270, 0, "staged", own_fill, own),
-        (420, 2, "put here", own_fill, own), (560, 1, "expert", own_fill, own),
-        (560, 2, "expert", own_fill, own), (560, 3, "expert", own_fill, own),
-        (700, 2, "domain's sum", other_fill, other), (830, 0, "sum", own_fill, own),
-    ]  # fmt: skip
-    for x, rank, what, fill, edge in boxes:
-        canvas.rect(x - 44, lanes[rank] - 14, 88, 28, fill, edge)
-        canvas.text(x, lanes[rank] + 5, what, 12.5, "middle")
-
-    def arrow(start: int, source: int, end: int, target: int, colour: str) -> None:
-        canvas.arrow(start + 46, lanes[source], end - 46, lanes[target], colour)
-
-    arrow(120, 0, 270, 0, GREY)
-    arrow(270, 0, 560, 1, own)
-    for rank in (2, 3):
-        arrow(420, 2, 560, rank, own)
-        arrow(560, rank, 700, 2, other)
-    arrow(560, 1, 830, 0, own)
-    arrow(270, 0, 420, 2, BLUES[2])
-    arrow(700, 2, 830, 0, BLUES[2])
-    canvas.text(334, 219, "one row over the network", 12, "end", BLUES[2])
-    canvas.text(754, 219, "one sum over the network", 12, "end", BLUES[2])
-    return canvas.svg()
-
-
-# Parts of a batch in the timeline; the kernels' number of phases depends on its size.
-PHASES = 4
-
-
-def layer_timeline(us: dict[str, float], measured: str) -> str:
-    """One layer in exact mode, forward and backward, as the host and the GPU see it.
-
-    Args:
-        us: medians of plan, dispatch, combine, bwd_dispatch and bwd_combine.
-        measured: their source, one line.
-    """
-    canvas = Canvas(900, 372, "Timeline of one MoE layer")
-    scale, start, experts = 0.8, 120, 132
-    plan, dispatch, combine = (us[name] * scale for name in ("plan", "dispatch", "combine"))
-
-    def box(x: float, y: float, w: float, what: str, time: str, fill: str) -> float:
-        canvas.rect(x, y, w - 2, 34, fill)
-        canvas.text(x + w / 2 - 1, y + (15 if time else 22), what, 12, "middle")
-        if time:
-            canvas.text(x + w / 2 - 1, y + 28, time, 11, "middle", INK)
-        return x + w
-
-    canvas.text(24, 34, "One MoE layer, exact mode", 16, bold=True)
-    for y, name, detail in (
-        (78, "host", "forward"),
-        (132, "GPU", "forward"),
-        (190, "inside", "CTAs of two kinds"),
-        (298, "GPU", "backward"),
-    ):
-        canvas.text(24, y, name, 13, bold=True)
-        canvas.text(24, y + 15, detail, 12, fill=MUTED)
-
-    router, light = 84, "#e4e7eb"
-    x = box(start, 62, 70, "queue plan", "", light)
-    x = box(x, 62, router + plan - 70, "wait", "counts", "#f3c6c0")
-    box(x, 62, 258, "queue dispatch, experts, combine", "", light)
-
-    x = box(start, 116, router, "router", "", light)
-    begin = x = box(x, 116, plan, "plan", f"{us['plan']:.0f}", BLUES[0])
-    x = box(x, 116, dispatch, "dispatch", f"{us['dispatch']:.0f} µs", BLUES[1])
-    canvas.line(begin, 150, begin, 244)
-    canvas.line(x - 2, 150, x - 2, 244)
-    second = x = box(x, 116, experts, "experts  (not to scale)", "", light)
-    x = box(x, 116, combine, "combine", f"{us['combine']:.0f} µs", BLUES[1])
-    canvas.line(second, 150, second, 244)
-    canvas.line(x - 2, 150, x - 2, 244)
-
-    for left, width, first, then in (
-        (begin, dispatch, "source rank: rows into its window", "destination: pulls them"),
-        (second, combine, "expert rank: adds rows, pushes", "source rank: adds the parts"),
-    ):
-        canvas.text(left + 6, 178, first, 11)
-        canvas.text(left + 26, 218, then, 11)
-        for k in range(PHASES):
-            part = (width - 30) / PHASES
-            canvas.rect(left + 4 + k * part, 184, part - 2, 14, RANKS[0][1])
-            canvas.rect(left + 24 + k * part, 224, part - 2, 14, RANKS[1][1])
-
-    x = box(start, 282, us["bwd_dispatch"] * scale, "combine's backward: dispatch",
-            f"{us['bwd_dispatch']:.0f} µs", BLUES[1])  # fmt: skip
-    x = box(x, 282, experts, "experts' backward", "(not to scale)", "#e4e7eb")
-    box(x, 282, us["bwd_combine"] * scale, "dispatch's backward: combine",
-        f"{us['bwd_combine']:.0f} µs", BLUES[1])  # fmt: skip
-    canvas.line(24, 334, 876, 334)
-    canvas.text(24, 356, measured, 12, fill=MUTED)
-    return canvas.svg()
-
-
 # Curves of the network's timeline: what each counts in a sample, its colour, and its name.  The
 # last one is dashed, because it mostly lies on another.
 CURVES = (
     (1, BLUES[2], "bytes that have come over the link"),
     (4, "#8b5fb0", "bytes given to the link: rows packed, or the domain's sums made"),
     (3, "#3b8f5a", "from other domains, in place"),
-    (2, RANKS[0][1], "from the rank's own domain, over NVLink, in place"),
+    (2, "#d9822b", "from the rank's own domain, over NVLink, in place"),
 )
 LEAST_SHARE = 0.05  # a kind with fewer of an operation's rows has no curve
 
