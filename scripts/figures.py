@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 INK, MUTED, LINE, PAPER = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff"
 GREY, BLUES = "#9aa5b1", ("#8fc1e3", "#4b93c7", "#17609b")
@@ -47,16 +46,6 @@ class Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE) -> None:
         """Draw a thin line."""
         self.parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{stroke}" fill="none"/>')
-
-    def curve(
-        self, points: Sequence[tuple[float, float]], stroke: str, dashed: bool = False
-    ) -> None:
-        """Draw lines from point to point."""
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        dashes = ' stroke-dasharray="5 4"' if dashed else ""
-        self.parts.append(
-            f'<path d="M{path}" stroke="{stroke}" stroke-width="2" fill="none"{dashes}/>'
-        )
 
     def svg(self) -> str:
         """The whole file."""
@@ -138,71 +127,4 @@ def libraries(
         canvas.line(left + unit, top, left + unit, y, INK)
         y += 14
     canvas.text(20, y + 16, measured, 11.5, fill=MUTED)
-    return canvas.svg()
-
-
-# Curves of the network's timeline: what each counts in a sample, its colour, and its name.  The
-# last one is dashed, because it mostly lies on another.
-CURVES = (
-    (1, BLUES[2], "bytes that have come over the link"),
-    (4, "#8b5fb0", "bytes given to the link: rows packed, or the domain's sums made"),
-    (3, "#3b8f5a", "from other domains, in place"),
-    (2, "#d9822b", "from the rank's own domain, over NVLink, in place"),
-)
-LEAST_SHARE = 0.05  # a kind with fewer of an operation's rows has no curve
-
-
-def network_timeline(result: dict[str, Any], measured: str) -> str:
-    """What has come over a paced link, and which rows are in place, while two operations run.
-
-    Args:
-        result: what `scripts/network_timeline.py` wrote.
-        measured: the machine and versions, one line.
-    """
-    rate, latency_us = result["gb_per_s"], result["latency_us"]
-    grid = f"{result['hosts']} x {result['ranks_on_each']} ranks"
-    canvas = Canvas(900, 438, f"A dispatch and a combine over links of {rate:g} GB/s")
-    canvas.text(24, 34, f"One rank's link of {rate:g} GB/s, {grid}", 16, bold=True)
-    names = [(colour, name) for _, colour, name in CURVES]
-    for number, (colour, name) in enumerate(
-        [*names, (GREY, "bytes over a link that is always busy")]
-    ):
-        left, low = 24 + 390 * (number % 2), 58 + 20 * (number // 2)
-        dashed = number >= len(CURVES) - 1
-        canvas.curve([(left, low - 4), (left + 22, low - 4)], colour, dashed)
-        canvas.text(left + 30, low, name, 12.5)
-    # Both panels have one scale.
-    longest_ms = max(of["samples"][-1][0] for of in result["operations"].values()) * 1e-6
-    top, height, width = 142, 220, 390
-    step = next(ms for ms in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if longest_ms / ms <= 8)
-    for left, (name, of) in zip((58, 490), result["operations"].items(), strict=True):
-        end_ns, total, *_ = of["samples"][-1]
-        whole = {1: total, 2: of["near"], 3: of["far"], 4: of["samples"][-1][4]}
-        rows = of["near"] + of["far"]
-
-        def place(ns: float, share: float, left: int = left) -> tuple[float, float]:
-            return left + width * ns * 1e-6 / longest_ms, top + height * (1 - share)
-
-        what = "rows" if name == "dispatch" else "sums"
-        canvas.text(left, top - 14, f"{name}: {rows:,} {what}, {total / 1e6:.1f} MB", 13, bold=True)
-        for share in (0, 0.25, 0.5, 0.75, 1):
-            x, y = place(0, share)
-            canvas.line(x, y, x + width, y)
-            if left < width:
-                canvas.text(x - 6, y + 4, f"{100 * share:g} %", 11, "end", MUTED)
-        for number in range(int(longest_ms / step) + 1):
-            x, y = place(number * step * 1e6, 0)
-            canvas.line(x, y, x, y + 4)
-            canvas.text(x, y + 18, f"{number * step:g}", 11, "middle", MUTED)
-        canvas.text(left + width, top + height + 34, "ms", 11, "end", MUTED)
-        start_ns = 1e3 * latency_us
-        canvas.curve([place(start_ns, 0), place(start_ns + total / rate, 1)], GREY, dashed=True)
-        for at, colour, _ in CURVES:
-            if whole[at] >= LEAST_SHARE * rows:
-                points = [place(s[0], s[at] / whole[at]) for s in of["samples"]]
-                canvas.curve([place(0, 0), *points], colour, dashed=at == CURVES[-1][0])
-        canvas.line(*place(end_ns, 0), *place(end_ns, 1), GREY)
-        x, y = place(end_ns, 0)
-        canvas.text(x - 5, y - 8, f"{end_ns * 1e-6:.2f} ms", 12, "end")
-    canvas.text(24, 424, measured, 11.5, fill=MUTED)
     return canvas.svg()

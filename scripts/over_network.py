@@ -10,7 +10,6 @@ Each case starts its ranks (`scripts/host_ranks.py`) with links of a rate and a 
     ll            low-latency mode of `native`
     put           bare puts of a word between kernels (scripts/put_latency.py)
     rounds        `native` with windows for a part of the tokens (docs/network.md)
-    timeline      what has arrived when in a dispatch and a combine (scripts/network_timeline.py)
 
 FOLDER gets a folder for each case, results.json and summary.txt; a case that runs again replaces
 its result.  A case that fails is named, and the next one runs.
@@ -32,11 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT / part) for part in (".", "scripts", "tests/network", "tests/native")]
 sys.path[:0] = PATHS
 
-import figures  # noqa: E402
 import gpu  # noqa: E402
 import loop  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
-from results import measured_on  # noqa: E402
 
 from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
 from megatron_ncclep.benchmark.table import as_text, grid  # noqa: E402
@@ -105,8 +102,6 @@ class Case:
         """What each rank runs, with results in `folder`."""
         config = folder / "shapes.yaml"
         config.write_text(json.dumps({"shapes": self.shapes, "timeout_s": 30}))  # JSON is YAML
-        if self.part == "timeline":
-            return [sys.executable, str(ROOT / "scripts" / "network_timeline.py"), str(folder)]
         if self.part == "put":
             return [sys.executable, str(ROOT / "scripts" / "put_latency.py"), str(folder)]
         rank = [sys.executable, str(ROOT / "scripts" / "counted_rank.py"), str(folder)]
@@ -131,8 +126,7 @@ def cases() -> list[Case]:
     ]
     put = [Case("put", grid, links[0], ()) for grid in (pairs, square)]
     rounds = [Case("rounds", pairs, 25.0, tuple(ROUNDS), samples=8)]
-    timeline = [Case("timeline", square, rate, (HT[1],)) for rate in links[:2]]
-    return [*ht, *hierarchical, *ll, *put, *rounds, *timeline]
+    return [*ht, *hierarchical, *ll, *put, *rounds]
 
 
 def network_of(case: Case) -> dict[str, str]:
@@ -215,11 +209,6 @@ def counted_against_model(
 
 def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
-    if case.part == "timeline":
-        seen = json.loads((folder / "timeline.json").read_text())
-        picture = figures.network_timeline(seen, measured_on(seen))
-        (folder / "timeline.svg").write_text(picture)
-        return {"timeline": seen["summary"]}
     if case.part == "put":
         latencies = json.loads((folder / "put.json").read_text())["latencies_us"]
         return {"put_us": quantiles(latencies, 0.5, 0.99)}
@@ -241,8 +230,6 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
 def described(result: dict[str, Any]) -> list[str]:
     """The lines of a case's result."""
     lines = [f"{result['name']}: {result['problem'] or 'ok'}, {result['seconds']} s"]
-    if "timeline" in result:
-        lines += [f"  {name}: {value}" for name, value in result["timeline"].items()]
     if "put_us" in result:
         lines.append("  us, p50 and p99: {:.1f} {:.1f}".format(*result["put_us"]))
     shapes = result.get("shapes", [])

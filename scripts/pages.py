@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import posixpath
 import re
 import sys
@@ -31,7 +30,6 @@ from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
 
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
-NETWORK = RESULTS / "2026-11-27-network" / "timeline.json"
 
 # Subjects of layers and trainings, and their names in README.md's picture.
 BASELINE = "alltoall_fused"
@@ -123,15 +121,10 @@ def _cell(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    seen = json.loads(NETWORK.read_text())
     parts = {"steps": steps_table(read(TRAINING)), "options": options_table(),
              "variables": variables_table()}  # fmt: skip
     parts |= comparison.tables()
-    drawn = {
-        "gains": gains(),
-        "network-timeline": figures.network_timeline(seen, measured_on(seen)),
-        "libraries": comparison.figure(),
-    }  # fmt: skip
+    drawn = {"gains": gains(), "libraries": comparison.figure()}
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
     for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text()
