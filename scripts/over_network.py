@@ -235,28 +235,23 @@ def described(result: dict[str, Any]) -> list[str]:
     shapes = result.get("shapes", [])
     lines += [f"  {each['shape']}: {each['problem']}" for each in shapes if each["problem"]]
     measured = [each for each in shapes if not each["problem"]]
-    if measured and "aim_us" in measured[0]:
-        head = ["  us, p50 and p99", *(f"{way} (aim)" for way in measured[0]["aim_us"])]
-        rows = []
-        for each in measured:
+    rows = []
+    for each in measured:
+        passes = each["passes"]
+        if "aim_us" in each:
+            head = ["  us, p50 and p99", *(f"{way} (aim)" for way in each["aim_us"])]
             cells = [
-                f"{each['passes'][way]['p50_us']:.1f} {each['passes'][way]['p99_us']:.1f} "
-                f"({aim:.0f})"
+                f"{passes[way]['p50_us']:.1f} {passes[way]['p99_us']:.1f} ({aim:.0f})"
                 for way, aim in each["aim_us"].items()
             ]
-            rows.append([f"  {each['shape']}", *cells])
-        lines.append(as_text(grid(head, rows)))
-    elif measured:
-        head = ["  us", "bytes / rate", "plan", *PASSES, f"<= {HT_AIM}", "rounds"]
-        rows = []
-        for each in measured:
-            cells = [
-                f"{each['passes'][p]['median_us']:.0f} ({each['ratio'][p]:.2f})" for p in PASSES
-            ]
+        else:
+            head = ["  us", "bytes / rate", "plan", *PASSES, f"<= {HT_AIM}", "rounds"]
+            times = [f"{passes[p]['median_us']:.0f} ({each['ratio'][p]:.2f})" for p in PASSES]
             met = {True: "yes", False: "NO", None: "-"}[each["met"]]
-            plan = f"{each['passes']['plan']['median_us']:.0f}"
-            numbers = [f"{each['least_us']:.0f}", plan, *cells, met, str(each["rounds"])]
-            rows.append([f"  {each['shape']}", *numbers])
+            plan = f"{passes['plan']['median_us']:.0f}"
+            cells = [f"{each['least_us']:.0f}", plan, *times, met, str(each["rounds"])]
+        rows.append([f"  {each['shape']}", *cells])
+    if rows:
         lines.append(as_text(grid(head, rows)))
     if counted := result.get("counted"):
         said = "DIFFERENT" if counted["differs"] else "the same"
