@@ -126,6 +126,7 @@ class BuildExtension(build_ext):
             return
         # The largest first: they take longest, and if they came last a core would be idle.
         kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
+        print(f"compiling with CUDA {dotted}, which takes a minute or more", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(partial(self.compile_kernels, home, options), kernels))
         for ext in self.extensions:

@@ -221,41 +221,27 @@ class EpConfig:
                 f"max_recv_gib {gib!r} with max_recv_rows {rows!r}: it limits {AUTO!r} only; leave "
                 "it out"
             )
-        if not (self.num_sms is None or _is_count(self.num_sms)):
-            raise InputError(
-                f"num_sms {self.num_sms!r}: must be a whole number from 1 to {MAX_COUNT}, or left "
-                "out"
-            )
-        if not (self.network_chunks is None or _is_count(self.network_chunks)):
-            raise InputError(
-                f"network_chunks {self.network_chunks!r}: must be a whole number from 1 to "
-                f"{MAX_COUNT}, or left out"
-            )
-        if not (self.inference_tokens is None or _is_count(self.inference_tokens)):
-            raise InputError(
-                f"inference_tokens {self.inference_tokens!r}: must be a whole number from 1 to "
-                f"{MAX_COUNT}, or left out"
-            )
+        for name in ("num_sms", "network_chunks", "inference_tokens"):
+            if not ((count := getattr(self, name)) is None or _is_count(count)):
+                raise InputError(
+                    f"{name} {count!r}: must be a whole number from 1 to {MAX_COUNT}, or left out"
+                )
+        for name in ("metrics_interval", "resync_interval"):
+            if not ((steps := getattr(self, name)) == 0 or _is_count(steps)):
+                raise InputError(
+                    f"{name} {steps!r}: must be a whole number of steps from 0 (never) to "
+                    f"{MAX_COUNT}"
+                )
         if isinstance(rows, int) and rows % self.block_alignment:
             raise InputError(
                 f"max_recv_rows {rows}: must be a multiple of the alignment "
                 f"{self.block_alignment}, so that the last block ends inside the tensor"
-            )
-        if not (self.metrics_interval == 0 or _is_count(self.metrics_interval)):
-            raise InputError(
-                f"metrics_interval {self.metrics_interval!r}: must be a whole number of steps from "
-                f"0 (never) to {MAX_COUNT}"
             )
         if not isinstance(self.check_calls, bool):
             raise InputError(f"check_calls {self.check_calls!r}: must be True or False")
         if self.gradient_averaging not in (MEAN, A2SGD):
             raise InputError(
                 f"gradient_averaging {self.gradient_averaging!r}: must be {MEAN!r} or {A2SGD!r}"
-            )
-        if not (self.resync_interval == 0 or _is_count(self.resync_interval)):
-            raise InputError(
-                f"resync_interval {self.resync_interval!r}: must be a whole number of steps from 0 "
-                f"(never) to {MAX_COUNT}"
             )
         if self.resync_interval and self.gradient_averaging == MEAN:
             raise InputError(

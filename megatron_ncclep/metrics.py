@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.engines.engine import Engine, RoutePlan
+from megatron_ncclep.config import DROP
+from megatron_ncclep.engines.engine import BY_RAIL, NOT_ROUTED, Engine, RoutePlan
+from megatron_ncclep.engines.overflow import can_drop, drop_what_does_not_fit
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks import group as groups
 from megatron_ncclep.ranks.group import EpGroup
@@ -33,10 +35,11 @@ class Interval:
         steps: the number of steps counted; the first one includes everything before it.
         rows: [num_ranks] lists of [num_ranks]: rows that each rank (first index) has sent to
             each rank (second index), itself included, in all layers.  A token goes to a rank once,
-            however many of its experts are there.
-        assignments: [num_ranks]: top-k assignments whose experts are on each rank, in all layers.
+            however many of its experts are there, and not at all if none of them has room for it.
+        assignments: [num_ranks]: top-k assignments whose experts are on each rank, in all layers,
+            dropped ones included.
         imbalance: assignments of the busiest rank over the mean of the ranks, in the worst layer;
-            1 is even, num_ranks is one rank doing everything.
+            1 is even, num_ranks is all assignments on one rank.
         dropped: dropped assignments on all ranks (static mode).
         wait_s: [num_ranks]: seconds that each rank's host and device have waited for others to
             enter the same call.  A rank that waits far less than the others is the one that they
@@ -76,8 +79,15 @@ class LayerCounts:
         received: int64, the sum of the plans' `counts`.
     """
 
-    def __init__(self, group: EpGroup, num_local_experts: int) -> None:
-        self._num_local_experts = num_local_experts
+    def __init__(self, engine: Engine) -> None:
+        group, num_local_experts = engine.group, engine.num_local_experts
+        self._group, self._num_local_experts = group, num_local_experts
+        self._config = config = engine.config
+        self._drops = config.on_overflow == DROP and can_drop(config)
+        # The ranks in the order in which their rows find room.
+        self._order = list(range(group.size))
+        if self._drops and engine.caps.slot_order == BY_RAIL:
+            self._order = engine.nodes.ranks_by_rail()  # type: ignore[attr-defined]
         self._ranks = torch.arange(group.size, device=group.device)
         self.sent = torch.zeros(group.size, dtype=torch.int64, device=group.device)
         self.received = torch.zeros(
@@ -85,12 +95,17 @@ class LayerCounts:
         )
 
     def count(self, topk_idx: torch.Tensor, plan: RoutePlan) -> None:
-        """Add one micro-batch.  Waits for nothing.
+        """Add one micro-batch.  On a GPU it waits for nothing.
+
+        Where rows may be dropped it is collective: a rank knows from the assignments of all which
+        of its own fit.  Not so with "raise" and "rerun": a step with drops counts as nothing there.
 
         Args:
             topk_idx: [num_tokens, top_k], the argument of the engine's `plan`.
             plan: its result.
         """
+        if self._drops:
+            topk_idx = self._kept(topk_idx, plan)
         destinations = topk_idx.div(self._num_local_experts, rounding_mode="floor")
         self.sent += (destinations.unsqueeze(2) == self._ranks).any(dim=1).sum(dim=0)
         self.received += plan.counts
@@ -100,12 +115,27 @@ class LayerCounts:
         return [self.sent, self.received]
 
     def take(self) -> torch.Tensor:
-        """int64 [num_ranks + 2]: `sent`, assignments received, and dropped; resets all of them."""
-        routed = self.received[self._num_local_experts : -1].sum(dim=0, keepdim=True)
+        """int64 [num_ranks + 2]: `sent`, assignments for this rank's experts, and those of them
+        that were dropped; resets all.
+        """
+        routed = self.received[self._num_local_experts :].sum(dim=0, keepdim=True)
         taken = torch.cat([self.sent, routed, self.received[-1:]])
         self.sent.zero_()
         self.received.zero_()
         return taken
+
+    def _kept(self, topk_idx: torch.Tensor, plan: RoutePlan) -> torch.Tensor:
+        """`topk_idx` without the assignments that were dropped, and those that are no expert's."""
+        group, config = self._group, self._config
+        num_experts = self._num_local_experts * group.size
+        is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
+        topk_idx = topk_idx.where(is_expert, NOT_ROUTED).long()
+        mine = topk_idx.new_zeros(num_experts)
+        mine.scatter_add_(0, topk_idx.clamp(min=0).flatten(), is_expert.long().flatten())
+        everyone = _gathered(group, mine, "counting rows", group.deadline_s(config))
+        place = self._order.index(group.rank)
+        room = config.block_alignment, plan.num_rows
+        return drop_what_does_not_fit(topk_idx, everyone[self._order], place, *room)
 
 
 @dataclass
@@ -155,7 +185,7 @@ class Metrics:
             )
         return metrics
 
-    def add_layer(self, owner: Any, num_local_experts: int) -> LayerCounts:
+    def add_layer(self, owner: Any, engine: Engine) -> LayerCounts:
         """Make the counters of one more layer.  Collective: every rank has the same layers.
 
         This is the only place that removes the counters of layers that no longer exist.  Ranks
@@ -164,7 +194,7 @@ class Metrics:
 
         Args:
             owner: the layer ends when this object is garbage-collected.
-            num_local_experts: experts of each rank.
+            engine: the layer's.
 
         Raises:
             PeerError: a rank did not come in time.
@@ -176,7 +206,7 @@ class Metrics:
             self._layers = [
                 layer for layer, stays in zip(self._layers, everywhere, strict=True) if stays
             ]
-        counts = LayerCounts(self._group, num_local_experts)
+        counts = LayerCounts(engine)
         self._layers.append((weakref.ref(owner), counts))
         return counts
 
@@ -207,16 +237,9 @@ class Metrics:
         group, before = self._group, self._waited_ns
         self._waited_ns = group.waited_ns()
         mine = torch.cat([*(counts.take() for _, counts in self._layers), self._waited_ns - before])
-        all_ranks = mine.new_empty(group.size, len(mine))
-        into = list(all_ranks.unbind())
+        all_ranks = _gathered(group, mine, "exchanging metrics", self._timeout_s)
         if not mine.is_cuda:
-            group.wait(
-                lambda torch_group: dist.all_gather(into, mine, group=torch_group, async_op=True),
-                "exchanging metrics",
-                self._timeout_s,
-            )
             return _Exchanged(all_ranks, None)
-        dist.all_gather(into, mine, group=group.process_group)  # the stream waits, not the host
         on_host = torch.empty(all_ranks.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(all_ranks, non_blocking=True)
         done = torch.cuda.Event()
@@ -261,7 +284,7 @@ def count_layer(engine: Engine, owner: Any) -> LayerCounts:
             "EpConfig(metrics_interval=N), N steps between two reports"
         )
     metrics = Metrics.of(engine.group, config.metrics_interval, config.timeout_s)
-    return metrics.add_layer(owner, engine.num_local_experts)
+    return metrics.add_layer(owner, engine)
 
 
 def after_step() -> list[Interval]:
@@ -274,6 +297,21 @@ def after_step() -> list[Interval]:
         the intervals that are now complete, see `Metrics.after_step`.
     """
     return [known for metrics in groups.all_shared(_NAME) for known in metrics.after_step()]
+
+
+def _gathered(group: EpGroup, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+    """[num_ranks, len(mine)]: every rank's.  Collective; the host waits only on a CPU."""
+    all_ranks = mine.new_empty(group.size, len(mine))
+    into = list(all_ranks.unbind())
+    if mine.is_cuda:
+        dist.all_gather(into, mine, group=group.process_group)  # the stream waits
+    else:
+        group.wait(
+            lambda torch_group: dist.all_gather(into, mine, group=torch_group, async_op=True),
+            what,
+            timeout_s,
+        )
+    return all_ranks
 
 
 def _is_there(exchanged: _Exchanged) -> bool:

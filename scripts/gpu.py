@@ -153,7 +153,9 @@ PARTS: dict[str, list[Step]] = {
             "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"
         ),
     ],
-    "train": [
+    "train": [  # the longest first
+        Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),
+        Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
         Step("native", (4,), "tests/gpu/test_gpu_gpt.py"),
         Step("native", (4,), "tests/gpu/test_gpu_train_command.py"),
         Step("native", (2,), "tests/gpu/test_gpu_doc_commands.py"),
@@ -161,12 +163,10 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
         Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
-        Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
         Step("native", (4,), "tests/gpu/test_gpu_reruns.py"),
         # There an expert is alone on its rank, and 2.5 times a balanced load is another limit.
         Step("native", (8,), "tests/gpu/test_gpu_reruns.py -k auto"),
         Step("native", (2,), "tests/gpu/test_fp8_training.py"),
-        Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),
     ],
     "faults": [
         Step("native", (4,), "tests/faults --ignore tests/faults/test_growth.py", mps=False),

@@ -26,15 +26,13 @@ GROUP_LIMITS = ("min_ranks", "max_local_experts")
 # and those that show only when rows are moved: a plan is made without them.
 PAYLOAD_LIMITS = ("payload_dtypes", "row_bytes_multiple")
 
-# Engines whose kernels are compiled at first use, which takes seconds for each new combination of
-# ranks, experts per rank, row bytes and dtype; the second is a stand-in in test_limits.py.
-COMPILING = ("nccl_ep", "restricted")
-
 # Library shapes, what `for_engine` turns a case into: experts on each rank -> dtypes, most wanted
 # first, and one hidden size.  Four combinations for each number of ranks; the second number of
 # experts is for a top-k that does not fit into the first.
 LIBRARY_DTYPES = {4: (torch.float32, torch.bfloat16, torch.float16), 32: (torch.float32,)}
 LIBRARY_HIDDEN = 64
+# Engines whose kernels are compiled at first use, and their stand-in of test_limits.py.
+COMPILING = ("nccl_ep", "restricted")
 
 # Seconds that a rank waits for the others.  What hangs on GPUs should not hang for long; on a CPU
 # the ranks share few cores with everything else, and a compiler takes its time.

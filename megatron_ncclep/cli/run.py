@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         _take_rank_from_slurm()
     _pose_as_python(script, args.arguments)
     autoload.hook_imports()
-    after_import("megatron.core.datasets.utils", skip_missing_makefile)
+    after_import("megatron.core.datasets.utils", skip_missing_makefile, "a wheel's Megatron")
     if args.cpu:
         _move_to_cpu()
     runpy.run_path(args.script, run_name="__main__")

@@ -66,7 +66,7 @@ def _autoload() -> Finding:
 def megatron_core() -> Iterator[Finding]:
     """Megatron-Core's version and the places in it that the integration changes."""
     from megatron_ncclep.integration import hooks
-    from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST, is_tested
+    from megatron_ncclep.integration.releases import MEGATRON
 
     if not has_megatron():
         yield Finding("Megatron-Core", "not installed", INSTALL_MEGATRON)
@@ -81,9 +81,11 @@ def megatron_core() -> Iterator[Finding]:
     yield Finding(
         "Megatron-Core",
         f"{version} in {Path(str(core.__file__)).parents[1]}",
-        None if is_tested(version) else f"{OLDEST} to {NEWEST} are tested: install one of these",
+        None
+        if MEGATRON.is_tested(version)
+        else f"{MEGATRON.oldest} to {MEGATRON.newest} are tested: install one of these",
     )
-    for name in hooks.HOOKS:
+    for name in hooks.PLACES:
         if name.startswith("megatron.training") and not importlib.util.find_spec(
             "megatron.training"
         ):

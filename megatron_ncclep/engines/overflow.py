@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -162,8 +164,8 @@ class Shortage:
     rank follow from the counts of assignments that every engine's plan sends to all ranks.  So an
     engine records the same on every rank, and it does not matter how often each of them checks.
 
-    With "rerun" the step in which rows were lacking is run again, and `forget` is called.  What
-    `check` finds then was recorded outside of a step that can be run again.
+    Steps that are run again with "rerun", and evaluations with "raise", read what was recorded in
+    them themselves (`set_aside`).  What `check` finds was recorded outside of those.
 
     Attributes:
         words: int64 [num_ranks] on the group's device: for each rank, from the call in which it
@@ -207,10 +209,6 @@ class Shortage:
         """`words`, for a kernel that does the work of `record`; None if it should not record."""
         return None if self._group.is_warmup else self.words
 
-    def forget(self) -> None:
-        """Record nothing for the calls so far: their step is run again.  Does not wait."""
-        self.words.zero_()
-
     def check(self) -> None:
         """Raise an error if rows were lacking since the last check.  Waits for the current stream.
 
@@ -229,7 +227,7 @@ class Shortage:
         each = ", ".join(
             f"rank {r} needed {n} rows and had {had}" for r, (n, had) in counts.items()
         )
-        reason = f"on_overflow is {self._on_overflow!r}, so no optimizer steps with these gradients"
+        reason = "no optimizer steps with these gradients"
         if self._on_overflow == RERUN:
             reason += (
                 "; only steps of Megatron's schedules (get_forward_backward_func) can be run "
@@ -237,15 +235,44 @@ class Shortage:
                 "schedule"
             )
         most = max(needed for needed, _ in counts.values())
-        raise RowsDroppedError(
-            f"rows were dropped: with max_recv_rows={self._option}, {each} (each rank's worst call "
-            f"since the last check). {reason}: set max_recv_rows (--ncclep-max-recv-rows) to "
-            f"{most} or more, to a larger factor or to 'worst', which drops nothing; or leave it "
-            "out, or allow drops with on_overflow='drop'"
-        )
+        who = f"{each} (each rank's worst call since the last check)"
+        raise rows_dropped(self._option, self._on_overflow, who, reason, most)
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+@contextmanager
+def set_aside(shortages: Iterable[Shortage]) -> Iterator[None]:
+    """Record only what comes inside; afterwards, what was recorded before.  Does not wait."""
+    before = [(shortage.words, shortage.words.clone()) for shortage in shortages]
+    for words, _ in before:
+        words.zero_()
+    try:
+        yield
+    finally:
+        for words, values in before:
+            words.copy_(values)
+
+
+def rows_dropped(
+    option: int | str | None, on_overflow: str, who: str, reason: str, most: int
+) -> RowsDroppedError:
+    """The error that says which rows were dropped, and what would help.
+
+    Args:
+        option: max_recv_rows.
+        on_overflow: that option.
+        who: lacked rows, and in which calls.
+        reason: why that is an error.
+        most: the rows that would have been enough.
+    """
+    return RowsDroppedError(
+        f"rows were dropped: with max_recv_rows={option}, {who}. on_overflow is {on_overflow!r}, "
+        f"so {reason}: set max_recv_rows (--ncclep-max-recv-rows) to {most} or more, to a larger "
+        "factor or to 'worst', which drops nothing; or leave it out, or allow drops with "
+        "on_overflow='drop'"
+    )
 
 
 def needed_and_had(word: int) -> tuple[int, int]:

@@ -15,21 +15,16 @@ from megatron_ncclep.config import A2SGD, EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.gradient_averaging import PendingAverage, average_weights
 from megatron_ncclep.integration.options.field import NAME, resolve_options
-from megatron_ncclep.integration.patching import mark_patched, unpatched
+from megatron_ncclep.integration.patching import replaces
 
 _WITH = "gradient_averaging='a2sgd'"
 
 
-def change_ddp(module: Any) -> None:
+@replaces("DistributedDataParallel.__init__", ["config", "ddp_config", "module"])
+def change_ddp(original: Any) -> Any:
     """Let DistributedDataParallel exchange two means for each bucket where the config asks so."""
-    ddp_class = module.DistributedDataParallel
-    parameters = ["config", "ddp_config", "module"]
-    original = unpatched(module, ddp_class, "__init__", parameters)
-    if original is None:
-        return
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = signature.bind(self, *args, **kwargs).arguments
         options = _asked_for(arguments["config"])
@@ -40,27 +35,21 @@ def change_ddp(module: Any) -> None:
         original(self, *args, **kwargs)
         _Averaging(self, options.resync_interval)
 
-    ddp_class.__init__ = mark_patched(init)
+    return init
 
 
 def refuse_in(class_name: str) -> Any:
     """A change that makes a class refuse the option because it divides gradients among ranks."""
 
     def change(module: Any) -> None:
-        found = getattr(module, class_name)
-        if isinstance(found, type):
-            refuse(module, found)
-            return
-        for version in ("V1", "V2"):  # from 0.20 on a function that makes one of them
-            refuse(module, getattr(module, class_name + version))
+        # From 0.20 on a function that makes an object of one of two classes.
+        is_class = isinstance(getattr(module, class_name, None), type)
+        for version in ("",) if is_class else ("V1", "V2"):
+            replaces(f"{class_name}{version}.__init__", ["config"])(refusing)(module)
 
-    def refuse(module: Any, sharding: Any) -> None:
-        original = unpatched(module, sharding, "__init__", ["config"])
-        if original is None:
-            return
+    def refusing(original: Any) -> Any:
         signature = inspect.signature(original)
 
-        @functools.wraps(original)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             if _asked_for(signature.bind(self, *args, **kwargs).arguments["config"]) is not None:
                 raise UnsupportedError(
@@ -69,7 +58,7 @@ def refuse_in(class_name: str) -> Any:
                 )
             original(self, *args, **kwargs)
 
-        sharding.__init__ = mark_patched(init)
+        return init
 
     return change
 

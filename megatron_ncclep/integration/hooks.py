@@ -1,47 +1,27 @@
 """Gives Megatron-Core the dispatcher type `ncclep`.
 
-It patches these places in Megatron, in memory only and without effect on other dispatcher types:
-
-    TransformerConfig, field moe_token_dispatcher_type   accepts the value; command lines offer it
-    TransformerConfig, field ncclep                      is new: one config's options
-    TransformerConfig, field inference_moe_token_d...    accepts it too (inference/support.py)
-    TransformerConfig.__post_init__                      validates the value as 'alltoall'
-    MoELayer.__init__                                    builds our dispatcher, groups experts
-    MoELayer._setup_inference_mode                       builds our dispatcher for generating text
-    skip_routed_expert_padding                           the dispatch has padded the rows
-    DynamicInferenceContext.__init__, update_requests    ready for CUDA graphs; asks for failures
-    TransformerLayer.__init__                            refuses CUDA graphs that would fail
-    add_megatron_arguments                               offers our options, --ncclep-*
-    parse_args                                           takes their values
-    core_config_from_args                                takes YAML files without the new field
-    DistributedDataParallel.__init__                     averages by two means; FSDP refuses to
-    MoEMetricsTracker.report, track_moe_metrics          write our metrics too, if asked for
-    OptimizerCudaGraphWrapper.__call__                   asks for failures before it replays a step
-    Megatron's schedules, FullCudaGraphWrapper.__call__  run a step again in which rows did not fit
-    parallel_state.destroy_model_parallel                closes our groups first
+It patches places in Megatron, in memory only and without effect on other dispatcher types: `EARLY`
+right after their import (import_hook.py), because a process needs them to ask for us, and `LATE`
+when a config or a command line does that (`use`), wherever they have been imported to by then.
+docs/architecture.md lists them.
 
 In addition, the first layer with our dispatcher makes torch ask for failures before any optimizer
 steps (checks/optimizer_step.py), puts an error that ends the script into torchrun's summary
 (error_reporting.py), and, with overlap_moe_expert_parallel_comm, makes Megatron's schedule keep the
 inputs that backward needs (checks/schedule.py).
-
-`HOOKS` lists the changes by module; bridge.py has three more, in Megatron-Bridge.  `install()`
-changes the modules that are already imported and hooks the import of the others (import_hook.py),
-so the order of imports does not matter.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any
 
-from megatron_ncclep.config import EpConfig
+from megatron_ncclep import envs
+from megatron_ncclep.config import A2SGD, EpConfig
 from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.integration.bridge import HOOKS as BRIDGE_HOOKS
@@ -67,13 +47,7 @@ from megatron_ncclep.integration.checks.optimizer_step import (
     check_before_steps,
 )
 from megatron_ncclep.integration.checks.schedule import keep_inputs
-from megatron_ncclep.integration.checks.unsupported import (
-    NEWEST,
-    OLDEST,
-    announce_unused,
-    check_supported,
-    is_tested,
-)
+from megatron_ncclep.integration.checks.unsupported import announce_unused, check_supported
 from megatron_ncclep.integration.experts.layer_experts import (
     check_experts,
     counts_wanted,
@@ -81,7 +55,7 @@ from megatron_ncclep.integration.experts.layer_experts import (
     select_experts,
 )
 from megatron_ncclep.integration.gradient_averaging import change_ddp, refuse_in
-from megatron_ncclep.integration.import_hook import after_import
+from megatron_ncclep.integration.import_hook import imported
 from megatron_ncclep.integration.inference.support import (
     change_inference_context,
     change_inference_field,
@@ -91,20 +65,25 @@ from megatron_ncclep.integration.inference.support import (
 )
 from megatron_ncclep.integration.metrics_writers import change_report, change_track
 from megatron_ncclep.integration.options.command_line import (
-    TYPE_FIELD,
     change_add_arguments,
     change_core_config_from_args,
     change_parse_args,
 )
-from megatron_ncclep.integration.options.field import NAME, add_options_field, resolve_options
+from megatron_ncclep.integration.options.field import (
+    NAME,
+    TYPE_FIELD,
+    change_fields,
+    resolve_options,
+)
+from megatron_ncclep.integration.options.uses import notices
 from megatron_ncclep.integration.patching import (
+    Changes,
     check_methods,
-    is_changed,
-    mark_patched,
-    unknown_megatron,
-    unpatched,
+    replaces,
+    unknown,
     validated_as,
 )
+from megatron_ncclep.integration.releases import MEGATRON
 from megatron_ncclep.integration.rerun.step import change_full_iteration, change_schedules
 from megatron_ncclep.integration.teardown import change_destroy
 
@@ -125,19 +104,7 @@ _DISPATCHER_HOOKS = {
 
 _CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 _LAYER_MODULE = "megatron.core.transformer.moe.moe_layer"
-_EXPERTS_MODULE = "megatron.core.transformer.moe.experts"
-_TRANSFORMER_LAYER_MODULE = "megatron.core.transformer.transformer_layer"
-_CONTEXT_MODULE = "megatron.core.inference.contexts.dynamic_context"
-_ARGUMENTS_MODULE = "megatron.training.arguments"
-_YAML_MODULE = "megatron.training.yaml_arguments"
-_DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
-_FSDP_MODULE = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-_TORCH_FSDP_MODULE = "megatron.core.distributed.torch_fully_sharded_data_parallel"
-_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _LOGGING_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
-_GROUPS_MODULE = "megatron.core.parallel_state"
-_SCHEDULES_MODULE = "megatron.core.pipeline_parallel.schedules"
-_FULL_GRAPH_MODULE = "megatron.core.full_cuda_graph"
 _OPTIMIZER_GRAPH_MODULE = "megatron.core.optimizer.optimizer_cuda_graph"  # from 0.17 on
 
 
@@ -155,30 +122,53 @@ def install(**options: Any) -> None:
     Raises:
         InputError: an option is unknown or outside its limits.
         IntegrationError: this Megatron-Core lacks a place that the integration patches, or a model
-            was built before it could take effect.
+            was built before the options could take effect.
     """
     resolved = EpConfig.resolve(**options) if options else None
-    layer_module = sys.modules.get(_LAYER_MODULE)
-    if layer_module is not None:
-        _require_no_model(layer_module, resolved is not None)
-    for name in (*HOOKS, *BRIDGE_HOOKS):
-        after_import(name, change_module)
+    if resolved is not None:
+        _require_no_model()
+    use()
     if resolved is not None:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
+        use()  # what has been imported now
         TransformerConfig.ncclep = resolved
     if "megatron.core" in sys.modules:
         warn_if_untested()
 
 
+def watch() -> None:
+    """Have the places of `EARLY` changed now, or when they are imported.  Idempotent.
+
+    A place that is not what the integration expects causes only a warning, because the process may
+    not use our dispatcher at all; `use` raises it.
+    """
+    EARLY.watch()
+    # Megatron's DDP refuses this variable with another dispatcher, which would ignore it.
+    if envs.get("NCCLEP_GRADIENT_AVERAGING") == A2SGD:
+        use()
+
+
+def use() -> None:
+    """Have all places changed, because this process uses the package.  Idempotent.
+
+    Raises:
+        IntegrationError: a place of an imported module is not what the integration expects; those
+            imported from now on only warn, and the next call raises it.
+    """
+    for changes in (EARLY, LATE):
+        changes.require()
+        changes.watch()
+
+
 def change_module(module: ModuleType) -> None:
-    """Patch a module of `HOOKS` or `BRIDGE_HOOKS`; does nothing to what is already patched.
+    """Patch a module of `EARLY` or `LATE`; does nothing to what is already patched.
 
     Raises:
         IntegrationError: a place is not what the integration expects; names it.
     """
-    for change in (HOOKS | BRIDGE_HOOKS)[module.__name__]:
-        change(module)
+    EARLY.change(module)
+    LATE.change(module)
 
 
 def warn_if_untested() -> None:
@@ -186,9 +176,10 @@ def warn_if_untested() -> None:
     import megatron.core
 
     version = megatron.core.__version__
-    if not is_tested(version):
+    if not MEGATRON.is_tested(version):
         warnings.warn(
-            f"megatron_ncclep is tested with Megatron-Core {OLDEST} to {NEWEST}; this is {version}",
+            f"megatron_ncclep is tested with Megatron-Core {MEGATRON.oldest} to {MEGATRON.newest}; "
+            f"this is {version}",
             stacklevel=2,
         )
 
@@ -196,40 +187,16 @@ def warn_if_untested() -> None:
 def check_dispatcher_hooks(layer_module: ModuleType) -> None:
     """Require Megatron's dispatchers to have the hooks that ours has.
 
-    Not when the module is patched: then users of other dispatchers would get the error too.
-
     Raises:
         IntegrationError: names the hook.
     """
     check_methods(layer_module.MoETokenDispatcher, _DISPATCHER_HOOKS)
 
 
-def _change_field(module: ModuleType) -> None:
-    """Let the config's field, from which command lines take their choices, accept the value."""
-    fields = getattr(module.TransformerConfig, "__dataclass_fields__", {})
-    if TYPE_FIELD not in fields or not get_args(fields[TYPE_FIELD].type):
-        raise unknown_megatron(
-            f"{module.__name__}.TransformerConfig.{TYPE_FIELD}", "a Literal of type names"
-        )
-    field = fields[TYPE_FIELD]
-    if NAME not in get_args(field.type):
-        field.type = Literal[(*get_args(field.type), NAME)]
-        module.TransformerConfig.__annotations__[TYPE_FIELD] = field.type
-
-
-def _add_options(module: ModuleType) -> None:
-    """Give every config, including copies, its own options."""
-    add_options_field(module.TransformerConfig)
-
-
-def _change_post_init(module: ModuleType) -> None:
+@replaces("TransformerConfig.__post_init__", ["self"])
+def _change_post_init(original: Any) -> Any:
     """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
-    config_class = module.TransformerConfig
-    original = unpatched(module, config_class, "__post_init__", ["self"])
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def post_init(self: Any) -> None:
         check_inference_type(self)
         check_generation(self)
@@ -241,20 +208,17 @@ def _change_post_init(module: ModuleType) -> None:
         with validated_as(self, TYPE_FIELD, VALIDATED_AS):
             original(self)
 
-    config_class.__post_init__ = mark_patched(post_init)
+    return post_init
 
 
-def _change_layer(module: ModuleType) -> None:
+@replaces("MoELayer.__init__", ["config", "pg_collection"])
+def _change_layer(original: Any) -> Any:
     """Let MoELayer build our dispatcher; the class stays the same object."""
-    layer_class = module.MoELayer
-    original = unpatched(module, layer_class, "__init__", ["config", "pg_collection"])
-    if original is None:
-        return
+    module = sys.modules[original.__module__]
     if not hasattr(module, "get_default_pg_collection"):
-        raise unknown_megatron(f"{module.__name__}.get_default_pg_collection", "a function")
+        raise unknown(f"{module.__name__}.get_default_pg_collection", "a function")
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
@@ -263,6 +227,7 @@ def _change_layer(module: ModuleType) -> None:
             original(self, *args, **kwargs)
             return
         warn_if_untested()
+        use()
         check_dispatcher_hooks(module)
         groups = bound.arguments.get("pg_collection") or module.get_default_pg_collection()
         check_supported(config)
@@ -308,7 +273,7 @@ def _change_layer(module: ModuleType) -> None:
             choice.announce(self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
 
-    layer_class.__init__ = mark_patched(init)
+    return init
 
 
 def _check_graphs(layer: Any, captured: Captured) -> None:
@@ -335,21 +300,17 @@ def _check_graphs(layer: Any, captured: Captured) -> None:
         raise
 
 
-def _change_transformer_layer(module: Any) -> None:
+@replaces("TransformerLayer.__init__", ["config", "submodules"])
+def _change_transformer_layer(original: Any) -> Any:
     """Refuse unsupported graphs that Megatron captures itself and only the layer knows about."""
-    layer_class = module.TransformerLayer
-    original = unpatched(module, layer_class, "__init__", ["config", "submodules"])
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         dispatcher = type(getattr(self.mlp, "token_dispatcher", None))
         if dispatcher.__module__ == _DISPATCHER_MODULE:
             _check_graphs(self.mlp, captured_in(self))
 
-    layer_class.__init__ = mark_patched(init)
+    return init
 
 
 def _refuse_ignored_experts(config: Any) -> None:
@@ -364,44 +325,56 @@ def _refuse_ignored_experts(config: Any) -> None:
         )
 
 
-# Module -> the patches for it.
-HOOKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
-    _GROUPS_MODULE: (change_destroy,),
-    _CONFIG_MODULE: (_change_field, change_inference_field, _add_options, _change_post_init),
-    _LAYER_MODULE: (_change_layer, change_inference_setup),
-    _EXPERTS_MODULE: (change_padding,),
-    _CONTEXT_MODULE: (change_inference_context,),
-    _TRANSFORMER_LAYER_MODULE: (_change_transformer_layer,),
-    _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
-    _SCHEDULES_MODULE: (change_schedules,),
-    _FULL_GRAPH_MODULE: (change_full_iteration,),
-    _DDP_MODULE: (change_ddp,),
-    _FSDP_MODULE: (refuse_in("FullyShardedDataParallel"),),
-    _TORCH_FSDP_MODULE: (refuse_in("TorchFullyShardedDataParallel"),),
-    _UTILS_MODULE: (change_track,),
-    _LOGGING_MODULE: (change_report,),
-    _ARGUMENTS_MODULE: (change_add_arguments, change_parse_args),
-    _YAML_MODULE: (change_core_config_from_args,),
-}
-# The modules among these that an older Megatron-Core lacks, along with the features hooked there.
+# Module -> its patches: what is needed to ask for us, and what is needed then.
+EARLY = Changes(
+    MEGATRON,
+    {
+        _CONFIG_MODULE: (change_fields, change_inference_field, notices(use)),
+        "megatron.training.arguments": (change_add_arguments, change_parse_args),
+        "megatron.training.yaml_arguments": (change_core_config_from_args,),
+        **BRIDGE_HOOKS,
+    },
+)
+LATE = Changes(
+    MEGATRON,
+    {
+        "megatron.core.parallel_state": (change_destroy,),
+        _CONFIG_MODULE: (_change_post_init,),
+        _LAYER_MODULE: (_change_layer, change_inference_setup),
+        "megatron.core.transformer.moe.experts": (change_padding,),
+        "megatron.core.inference.contexts.dynamic_context": (change_inference_context,),
+        "megatron.core.transformer.transformer_layer": (_change_transformer_layer,),
+        _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
+        "megatron.core.pipeline_parallel.schedules": (change_schedules,),
+        "megatron.core.full_cuda_graph": (change_full_iteration,),
+        "megatron.core.distributed.distributed_data_parallel": (change_ddp,),
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter": (
+            refuse_in("FullyShardedDataParallel"),
+        ),
+        "megatron.core.distributed.torch_fully_sharded_data_parallel": (
+            refuse_in("TorchFullyShardedDataParallel"),
+        ),
+        "megatron.core.transformer.moe.moe_utils": (change_track,),
+        _LOGGING_MODULE: (change_report,),
+    },
+)
+# All modules among these of Megatron-Core and Megatron-LM.
+PLACES = tuple(name for name in {**LATE.table, **EARLY.table} if name not in BRIDGE_HOOKS)
+# Those that an older Megatron-Core lacks, along with the features hooked there.
 NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
 
 
-def _require_no_model(layer_module: ModuleType, has_options: bool) -> None:
-    """Raise when an MoELayer exists that was built before the settings of this `install`.
-
-    Before the first `install` that is every layer; later only a layer with our dispatcher, whose
-    options are about to change.
-    """
-    is_first = not is_changed(layer_module.MoELayer.__init__)
-    if not is_first and not has_options:
+def _require_no_model() -> None:
+    """Raise when an MoELayer has our dispatcher, whose options `install` is about to change."""
+    layer_module: Any = imported(_LAYER_MODULE)
+    if layer_module is None:
         return
     for layer in gc.get_objects():
         # Without a dispatcher: a layer refused during construction and not yet garbage-collected.
         if type(layer) is not layer_module.MoELayer or not hasattr(layer, "token_dispatcher"):
             continue
         dispatcher = type(layer.token_dispatcher)
-        if is_first or dispatcher.__module__ == _DISPATCHER_MODULE:
+        if dispatcher.__module__ == _DISPATCHER_MODULE:
             raise IntegrationError(
                 "megatron_ncclep.install() was called after a model was built: the model's MoE "
                 f"layers already have their dispatcher ({dispatcher.__name__}). Call it before "

@@ -5,39 +5,25 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from typing import Any
 
-from megatron_ncclep.integration.patching import mark_patched, unpatched
+from megatron_ncclep.integration.patching import replaces
 
-_PARAMETERS = ["iteration", "writer", "wandb_writer"]
+_PARAMETERS = ["iteration", "writer", "wandb_writer", "pg_collection"]
 PREFIX = "ncclep/"
-
-
-def change_report(module: Any) -> None:
-    """From 0.18 on: `MoEMetricsTracker.report`, which every rank calls once per step."""
-    original = unpatched(
-        module, module.MoEMetricsTracker, "report", [*_PARAMETERS, "pg_collection"]
-    )
-    if original is not None:
-        module.MoEMetricsTracker.report = mark_patched(_with_ours(original))
 
 
 def change_track(module: Any) -> None:
     """Until 0.17: `track_moe_metrics`, which every rank calls once per step."""
-    if hasattr(module, "get_moe_metrics_tracker"):  # it has moe_logging, see `change_report`
-        return
-    original = unpatched(module, module, "track_moe_metrics", [*_PARAMETERS, "pg_collection"])
-    if original is not None:
-        module.track_moe_metrics = mark_patched(_with_ours(original))
+    if not hasattr(module, "get_moe_metrics_tracker"):  # it has moe_logging, see `change_report`
+        replaces("track_moe_metrics", _PARAMETERS)(_with_ours)(module)
 
 
 def _with_ours(original: Any) -> Any:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def report(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
@@ -45,6 +31,10 @@ def _with_ours(original: Any) -> Any:
         return result
 
     return report
+
+
+# From 0.18 on: every rank calls it once per step.
+change_report = replaces("MoEMetricsTracker.report", _PARAMETERS)(_with_ours)
 
 
 def _write(iteration: int, writer: Any, wandb_writer: Any) -> None:

@@ -5,30 +5,27 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
-from megatron_ncclep.integration.patching import mark_patched, unknown_megatron, unpatched
+from megatron_ncclep.integration.patching import replaces, unknown
 
 _GETTERS = ("get_expert_model_parallel_group", "get_expert_tensor_and_model_parallel_group")
 
 
-def change_destroy(module: Any) -> None:
+@replaces("destroy_model_parallel", [])
+def change_destroy(original: Any) -> Any:
     """`destroy_model_parallel`: first close the groups over which Megatron's layers dispatch.
 
     Megatron itself only drops its references to the process groups, in every release: torch keeps
     them.  Other groups are not closed: the user's own, or vLLM's in the same process, may live
     longer.
     """
-    original = unpatched(module, module, "destroy_model_parallel", [])
-    if original is None:
-        return
+    module = sys.modules[original.__module__]
     for name in _GETTERS:
         if not callable(getattr(module, name, None)):
-            raise unknown_megatron(f"{module.__name__}.{name}", "a function")
+            raise unknown(f"{module.__name__}.{name}", "a function")
 
-    @functools.wraps(original)
     def destroy(*args: Any, **kwargs: Any) -> Any:
         groups = sys.modules.get("megatron_ncclep.ranks.group")
         if groups is not None:
@@ -40,4 +37,4 @@ def change_destroy(module: Any) -> None:
                     groups.close_group(process_group, alone)
         return original(*args, **kwargs)
 
-    module.destroy_model_parallel = mark_patched(destroy)
+    return destroy

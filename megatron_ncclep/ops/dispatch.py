@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,56 +24,33 @@ class Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        w: torch.Tensor | None,
+        w: torch.Tensor,
         weights: torch.Tensor | None,
         engine: Engine,
         plan: RoutePlan,
         routes: Routes | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send the rows `x` and their weights: `w`, or `weights` if `w` holds probabilities."""
         ctx.engine, ctx.plan, ctx.routes = engine, plan, routes
-        ctx.shape, ctx.w_dtype = x.shape, None if w is None else w.dtype
+        ctx.shape, ctx.w_dtype = x.shape, w.dtype
         if weights is None:
             weights = w
-        if weights is not None:
-            weights = weights.to(weight_dtype(x))
         with step_range("dispatch", x):
-            rows, row_w = engine.dispatch(plan, as_rows(x), weights)
-        return rows, row_w if row_w is None or w is None else row_w.to(w.dtype)
+            rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
+        assert row_w is not None  # there were weights
+        return rows, row_w.to(w.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
         """Add up the gradients of each token's rows; return the weights' gradients."""
-        if ctx.w_dtype is None:
-            grad_row_w = None
-        else:
-            assert grad_row_w is not None
-            grad_row_w = grad_row_w.to(weight_dtype(grad_rows))
         with step_range("dispatch backward", grad_rows):
-            grad_x, grad_w = ctx.engine.combine(ctx.plan, grad_rows, grad_row_w)
-        if grad_w is not None:
-            grad_w = grad_w if ctx.routes is None else ctx.routes.probs_gradient(grad_w)
-            grad_w = grad_w.to(ctx.w_dtype)
-        return grad_x.view(ctx.shape), grad_w, None, None, None, None
-
-
-@overload
-def dispatch(
-    engine: Engine, plan: RoutePlan, x: torch.Tensor, w: None
-) -> tuple[torch.Tensor, None]: ...
-
-
-@overload
-def dispatch(
-    engine: Engine,
-    plan: RoutePlan,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    chosen: tuple[Routes, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+            grad_x, grad_w = ctx.engine.combine(
+                ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
+            )
+        if ctx.routes is not None:
+            grad_w = ctx.routes.probs_gradient(grad_w)
+        return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
 
 
 @torch.compiler.disable
@@ -81,27 +58,27 @@ def dispatch(
     engine: Engine,
     plan: RoutePlan,
     x: torch.Tensor,
-    w: torch.Tensor | None,
+    w: torch.Tensor,
     chosen: tuple[Routes, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
 
     The backward pass is collective too: it is a combine over the same plan.  `engine.dispatch` is
-    the same without gradients.
+    the same without gradients, and with an optional `w`.
 
     Args:
         engine: the one that made `plan`.
         plan: routes of this micro-batch.
         x: [..., hidden]; all leading dimensions together are the tokens.
         w: [num_tokens, top_k] of any floating dtype; or with `chosen`, a router's probabilities
-            [num_tokens, num_experts]; None: no weights.  Weights travel as fp32 (as fp64 with an
-            fp64 `x`) and come back in their own dtype.
+            [num_tokens, num_experts].  Weights travel as fp32 (as fp64 with an fp64 `x`) and come
+            back in their own dtype.
         chosen: the result of `routes_and_weights` for these probabilities; `plan` was made from its
             `topk_idx`.
 
     Returns:
-        rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows] (None without
-        `w`); padding rows and their weights are zero, and get no gradient.
+        rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
+        and their weights are zero, and get no gradient.
 
     Raises:
         InputError: on every rank, when an argument is wrong on any, or ranks differ in hidden size,
@@ -111,12 +88,12 @@ def dispatch(
         PeerError: a rank died, did not come in time, or is in a different call.
         GroupClosedError: the engine, its group or the process group was closed.
     """
-    routes, weights = (None, None) if chosen is None else chosen
-    problem = type_problem("x", x) or (w is not None and type_problem("w", w))
-    if not problem and w is not None and not w.is_floating_point():
-        problem = f"w is {w.dtype}: weights must be of a floating dtype"
-    if problem:
+    problem = type_problem("x", x) or type_problem("w", w)
+    if problem is None and not w.is_floating_point():
+        problem = f"w is {w.dtype}: weights must be of a floating dtype, such as torch.float32"
+    if problem is not None:
         engine.dispatch(plan, Wrong(problem))  # type: ignore[arg-type]  # raises on all ranks
+    routes, weights = (None, None) if chosen is None else chosen
     rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
     return rows, row_w
 

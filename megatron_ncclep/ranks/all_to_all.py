@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.torch_group import BUSY_WAIT_S
+from megatron_ncclep.ranks.torch_group import BUSY_WAIT_S, wait_until_let_go
 
 
 class AllToAll:
@@ -63,7 +63,8 @@ class AllToAll:
         if on_host or self._failure is not None or self._group.device.type != "cuda":
             self._group.wait(work, self._what, self._timeout_s)
             if self._group.device.type != "cuda":
-                self._group.last_moved.append((self._sent, self._received))
+                self._work = None
+                wait_until_let_go(self._received)
         else:
             self._work.wait()
         return self._received

@@ -10,8 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,7 +42,6 @@ class EpGroup(Hosts):
 
     Attributes:
         is_warmup: calls have made-up arguments, and the rows that they drop do not count.
-        is_attempt: calls belong to a step that is run again where rows do not fit.
         is_closed: `close` was called.
         timeout_s: seconds that `close` waits; taken from the newest engine.
     """
@@ -51,7 +49,7 @@ class EpGroup(Hosts):
     def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
         """Not collective; the arguments are those of `Hosts`."""
         super().__init__(process_group, whole)
-        self.is_warmup = self.is_attempt = False
+        self.is_warmup = False
         self.is_closed = False
         self.timeout_s = EpConfig.timeout_s
         self._left_alone = False  # closed without the other ranks
@@ -108,6 +106,11 @@ class EpGroup(Hosts):
         shared.num_users += 1
         thing: _Thing = shared.thing
         return thing
+
+    def shared(self, name: str) -> Any:
+        """The object that `share` returned for `name`; None if there is none now."""
+        found = self._shared.get(name)
+        return found and found.thing
 
     def release(self, name: str, timeout_s: float) -> None:
         """Release the object that `share` returned; the last user closes it.  Collective.
@@ -316,28 +319,9 @@ def raise_failures() -> None:
         group.raise_failure()
 
 
-@contextmanager
-def attempted() -> Iterator[None]:
-    """Let the calls inside belong to a step that is run again where rows do not fit."""
-    before = [(group, group.is_attempt) for group in _groups]
-    for group, _ in before:
-        group.is_attempt = True
-    try:
-        yield
-    finally:
-        for group, was_attempt in before:
-            group.is_attempt = was_attempt
-
-
-def all_of(kind: type[_Thing]) -> list[_Thing]:
-    """The objects of this class that this process's groups share.  Not collective."""
-    things = [shared.thing for group in _groups for shared in group._shared.values()]
-    return [thing for thing in things if isinstance(thing, kind)]
-
-
 def all_shared(name: str) -> list[Any]:
     """The objects that this process's groups share as `name` (`EpGroup.share`).  Not collective."""
-    return [group._shared[name].thing for group in _groups if name in group._shared]
+    return [thing for group in _groups if (thing := group.shared(name)) is not None]
 
 
 def lost_ranks() -> str:

@@ -240,9 +240,9 @@ def _fork_ranks(
     """Import what the ranks need, fork them, and wait for their end or for SIGTERM."""
     sys.path[:] = path
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is the host name's address
     os.environ.update(
-        environment,
+        # Without the first, gloo is reached at the address of this machine's name.
+        {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
         WORLD_SIZE=str(len(pipes)),
         LOCAL_WORLD_SIZE=str(len(pipes)),
         MASTER_ADDR="127.0.0.1",

@@ -6,7 +6,6 @@ import ctypes
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
+from megatron_ncclep.libraries.tested import numbers
 from megatron_ncclep.ranks.exchange import DYING_S
 from megatron_ncclep.ranks.uncopied import Uncopied
 
@@ -24,8 +24,8 @@ BUSY_WAIT_S = 1e-3
 TEXT_BYTES = 1024
 # Seconds for NCCL to abort a communicator.
 ABORT_S = 5.0
-# Collectives over gloo whose tensors stay: its threads, of which there are two, may be late.
-MOST_HELD = 4
+# Seconds for gloo's threads to let go of a tensor: it takes them microseconds.
+LET_GO_S = 1.0
 _CPU = torch.device("cpu")
 _DESTROYED = (
     "the expert-parallel process group was destroyed: create the engine (or the model) again after "
@@ -40,9 +40,6 @@ class TorchGroup(Uncopied):
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
         device: the device of the tensors that the group's backend moves.
-        last_moved: the tensors of the last collectives over gloo.  With torch 2.6, a thread of gloo
-            that is the last to hold a tensor needs Python's lock to free it, and waits for it for
-            ever in a destroy_process_group() that waits for the thread.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class TorchGroup(Uncopied):
         else:
             on_gpu, self.device = whole.device.type == "cuda", whole.device
         self._room: torch.Tensor | None = None  # of exchanges
-        self.last_moved: deque[Any] = deque(maxlen=MOST_HELD)
         # Collectives must not wait for the model's queued work.
         self._stream = torch.cuda.Stream() if on_gpu else None
 
@@ -125,13 +121,13 @@ class TorchGroup(Uncopied):
             def start(group: dist.ProcessGroup) -> Any:
                 if self._stream is None:  # gloo: half of the time of its all-gather
                     to_all = sent.expand(self.size, -1).contiguous()
-                    self.last_moved.append((to_all, received))
                     return dist.all_to_all_single(received, to_all, group=group, async_op=True)
                 # Unlike all_gather, it needs no memory of its own.
                 flat = received.view(-1)
                 return dist.all_gather_into_tensor(flat, sent, group=group, async_op=True)
 
             self.wait(start, what, timeout_s)
+            wait_until_let_go(received)
             return bytes_of(received)
 
     def _room_for(self, num_bytes: int) -> torch.Tensor:
@@ -208,6 +204,19 @@ class TorchGroup(Uncopied):
                 raise RuntimeError("the collective did not finish")
             if waited > BUSY_WAIT_S:
                 time.sleep(BUSY_WAIT_S)
+
+
+def wait_until_let_go(received: Any) -> None:
+    """Wait until gloo's threads no longer hold a tensor that a collective has filled.
+
+    Up to torch 2.7 a thread that is the last to hold one needs Python's lock to free it, and waits
+    for ever for a process that keeps the lock while it destroys the group and waits for the thread.
+    """
+    give_up = time.monotonic() + LET_GO_S
+    has_bug = numbers(torch.__version__) < (2, 8)
+    # One use is Python's; a thread lets go of what was sent first.
+    while has_bug and received._use_count() > 1 and time.monotonic() < give_up:
+        time.sleep(0)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

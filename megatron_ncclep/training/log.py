@@ -10,7 +10,8 @@
                             after every `eval-interval` steps
 {"type": "end", "valid_loss": ...}
                             after the last step; "dropped_share" if static mode dropped
-                            assignments: their share since the start or the last resumption
+                            assignments: their share in training steps since the start or the
+                            last resumption
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ before it reads options or makes a model.  docs/vllm.md describes the whole.
 
 from __future__ import annotations
 
+from megatron_ncclep.integration.import_hook import the_finder
+from megatron_ncclep.integration.releases import VLLM
+
 BACKEND = "ncclep"  # the value of vLLM's --all2all-backend
 
 
@@ -18,8 +21,12 @@ def register() -> None:
 
     With other backends vLLM runs as before.  Needed in code only where VLLM_PLUGINS leaves this
     package out.  If this vLLM lacks a place that has to be changed, there is a warning that names
-    it, and an IntegrationError when a layer asks for this backend.
+    it, and an IntegrationError when this backend is used.
     """
-    from megatron_ncclep.vllm.hooks import install
 
-    install()
+    def install() -> None:
+        from megatron_ncclep.vllm import hooks
+
+        hooks.install()
+
+    the_finder().guard(install, VLLM.feature)

@@ -185,23 +185,9 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     # --- the two steps, in halves -----------------------------------------------------------------
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool,
-    ) -> Any:
+    def prepare(self, *arguments: Any, **named: Any) -> Any:
         """Both halves of a dispatch; see `prepare_async`."""
-        receive = self.prepare_async(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input,
-            quant_config, defer_input_quant,
-        )  # fmt: skip
-        return receive()
+        return self.prepare_async(*arguments, **named)()
 
     def prepare_async(
         self,
@@ -282,20 +268,9 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         assert self._many is not None, "vLLM calls post_init_setup first"
         return self._many
 
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
+    def finalize(self, *arguments: Any, **named: Any) -> None:
         """Both halves of a combine; see `finalize_async`."""
-        self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )()  # fmt: skip
+        self.finalize_async(*arguments, **named)()
 
     def finalize_async(
         self,

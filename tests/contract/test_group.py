@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +20,15 @@ import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
-from megatron_ncclep.errors import GroupClosedError, InputError, LibraryError, PeerError
+from megatron_ncclep.errors import (
+    GroupClosedError,
+    InputError,
+    LibraryError,
+    PeerError,
+    RefusedError,
+)
+from megatron_ncclep.ranks import all_to_all, torch_group
 from megatron_ncclep.ranks import group as ranks_group
-from megatron_ncclep.ranks.all_to_all import exchange
 from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -76,6 +82,24 @@ def test_everything_shared_is_checked(process_group: dist.ProcessGroup) -> None:
         megatron_ncclep.check()
     second.close()
     megatron_ncclep.check()
+
+
+def test_a_group_that_failed_on_the_device_gets_no_new_engine(
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Its kernels would have delivered NaN; the hosts agreed, and nothing said how to go on."""
+    config = EpConfig(engine="reference")
+    windows = mock.Mock(spec=["raise_failure", "close"])
+    EpGroup.of(process_group).share("windows", lambda: windows)
+    windows.raise_failure.side_effect = PeerError("rank 1 did not come in dispatch")
+    with pytest.raises(InputError, match=r"rank 1 did not come .*; call megatron_ncclep\.close"):
+        megatron_ncclep.create_engine(process_group, 4, config)
+    # To close the engines that have refused is enough.
+    windows.raise_failure.side_effect = RefusedError("dispatch: rank 1: x is wrong")
+    megatron_ncclep.create_engine(process_group, 4, config)
+    megatron_ncclep.close(process_group)
+    windows.close.assert_called_once()
+    megatron_ncclep.create_engine(process_group, 4, config)
 
 
 # --- who may use what is shared, and how long ----------------------------------------------------
@@ -242,22 +266,32 @@ def test_how_hosts_exchange_is_read_where_all_can_be_told(
         megatron_ncclep.create_engine(process_group, 4, EpConfig(engine="reference"))
 
 
-def test_the_last_tensors_outlive_gloos_threads(
+def test_gloos_threads_let_go_of_tensors(
     process_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With torch 2.6 every other run of an example hung at its end: a thread of gloo, still holding
-    a tensor that Python had given up, waited for Python's lock to free it, and
-    destroy_process_group() for the thread.
+    """With torch 2.6 every other run of an example hung at its end: a thread of gloo that was the
+    last to hold a tensor waited for Python's lock, and destroy_process_group() for the thread.
     """
-    moved: list[weakref.ref[torch.Tensor]] = []
-    original = dist.all_to_all_single
+    waited: list[int] = []
 
-    def all_to_all(received: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        moved.extend((weakref.ref(received), weakref.ref(sent)))
-        return original(received, sent, *args, **kwargs)
+    class Held(torch.Tensor):
+        """A tensor that a thread holds, until it is asked for the third time."""
 
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+        def _use_count(self) -> int:
+            waited.append(max(1, 3 - len(waited)))
+            return waited[-1]
+
+    tensor = torch.zeros(3).as_subclass(Held)
+    for version, expected in (("2.8.0", []), ("2.7.1+cu126", [3, 2, 1])):
+        monkeypatch.setattr(torch, "__version__", version)
+        torch_group.wait_until_let_go(tensor)
+        assert waited == expected
+
+    let_go: list[torch.Tensor] = []
+    for module in (torch_group, all_to_all):
+        monkeypatch.setattr(module, "wait_until_let_go", let_go.append)
     group = EpGroup.of(process_group)
     group.exchange_by_torch(b"text", "a call", 60.0)
-    exchange(group, torch.ones(3), [3], [3], "rows", 60.0)
-    assert [tensor() is not None for tensor in moved] == [True] * 4
+    rows = all_to_all.exchange(group, torch.ones(3), [3], [3], "rows", 60.0)
+    assert let_go[1].data_ptr() == rows.data_ptr()
+    assert len(let_go) == 2

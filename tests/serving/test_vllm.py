@@ -320,7 +320,9 @@ def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: st
     assert len(names) == 4
     assert names <= real_vllm.methods(release, "Worker")
 
-    hooks.change_worker(mock.Mock(Worker=Worker))
+    place = type(hooks)("vllm.v1.worker.gpu_worker")
+    vars(place)["Worker"] = Worker
+    hooks.HOOKS.change(place)
     later = Worker.execute_model(worker)
     assert later.get_output() == "tokens"
     with pytest.raises(PeerError, match="rank 1 did not come"):
@@ -349,18 +351,19 @@ def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> Non
     pairs = real_vllm.load(release, ctx.group)
     from megatron_ncclep.vllm import hooks
 
-    for change, module, words in (
-        (hooks.change_config, {"ParallelConfig": object}, "ParallelConfig.all2all_backend is not"),
-        (hooks.change_pairs, {"maybe_make_prepare_finalize": print}, "parameter 'moe'"),
-        (hooks.change_worker, {"Worker": object}, "object.execute_model is not a function"),
-    ):  # fmt: skip
-        place = type(hooks)("vllm.place")
+    for name, module, words in (
+        ("config.parallel", {"ParallelConfig": object}, "ParallelConfig.all2all_backend is not"),
+        (
+            "model_executor.layers.fused_moe.all2all_utils",
+            {"maybe_make_prepare_finalize": print},
+            "parameter 'moe'",
+        ),
+        ("v1.worker.gpu_worker", {"Worker": object}, "Worker.execute_model is not a function"),
+    ):
+        place = type(hooks)(f"vllm.{name}")
         vars(place).update(module)
         with pytest.raises(IntegrationError, match=rf"{words}.*\(0.24 to 0.33\)"):
-            change(place)
-    place.__name__ = "vllm.v1.worker.gpu_worker"
-    with pytest.warns(UserWarning, match=r"backend ncclep is not available: .*execute_model"):
-        hooks.change_or_warn(place)
+            hooks.HOOKS.change(place)
     moe = real_vllm.moe_config(NUM_LOCAL, 2, ctx.rank, **SIZES)
     with (
         mock.patch.dict("sys.modules", {place.__name__: place}),

@@ -18,9 +18,7 @@ of one of its blocks, which depends on the largest magnitude, and add nothing to
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.options.field import NAME
-from megatron_ncclep.integration.patching import is_changed, mark_patched
+from megatron_ncclep.integration.patching import replaces
 from megatron_ncclep.ranks.group import EpGroup
 
 # The lowest compute capability with GEMMs for blocks of 16 or 32 numbers that share a scale.
@@ -46,24 +44,18 @@ def needs_padding(config: Any) -> bool:
     return is_quantized(config) or bool(getattr(config, "moe_use_grouped_tensor", False))
 
 
-def change_padding(module: ModuleType) -> None:
+# In Megatron's `experts` from 0.18 on.
+@replaces("skip_routed_expert_padding", ["config"], optional=True)
+def change_padding(original: Any) -> Any:
     """Make experts behind our dispatcher skip their own padding.
 
     Otherwise they read the row counts on the host, even if no rows have to be copied.
-
-    Args:
-        module: Megatron's `experts`, which has `skip_routed_expert_padding` from 0.18 on.
     """
-    original = getattr(module, "skip_routed_expert_padding", None)
-    if original is None or is_changed(original):
-        return
 
-    @functools.wraps(original)
     def skip_routed_expert_padding(config: Any) -> bool:
         return config.moe_token_dispatcher_type == NAME or bool(original(config))
 
-    changed = mark_patched(skip_routed_expert_padding)
-    setattr(module, "skip_routed_expert_padding", changed)  # noqa: B010
+    return skip_routed_expert_padding
 
 
 def align_for_experts(config: Any, options: EpConfig) -> EpConfig:

@@ -11,7 +11,8 @@ import functools
 from typing import Any
 
 import megatron_ncclep
-from megatron_ncclep.integration.patching import mark_patched, unpatched
+from megatron_ncclep.integration.patching import raise_failure, replaces
+from megatron_ncclep.integration.releases import MEGATRON
 
 
 @functools.cache
@@ -35,24 +36,23 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         PeerError, RefusedError: the gradients were computed from NaN.
         InputError: a routing was wrong, so the gradients lack some assignments.
         RowsDroppedError: the gradients lack dropped rows, and `on_overflow` is "raise".
+        IntegrationError: a module imported after the model was built could not be changed.
     """
     import torch
+
+    raise_failure(MEGATRON)
 
     # While a step is being captured in a CUDA graph nothing runs, and queries are not allowed.
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         megatron_ncclep.check()
 
 
-def change_optimizer_graph(module: Any) -> None:
+@replaces("OptimizerCudaGraphWrapper.__call__", ["self"])
+def change_optimizer_graph(original: Any) -> Any:
     """Check before optimizer steps in CUDA graphs (`--optimizer-cuda-graph`): they run no hooks."""
-    wrapper = module.OptimizerCudaGraphWrapper
-    original = unpatched(module, wrapper, "__call__", ["self"])
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         megatron_ncclep.check()  # does nothing where no layer has our dispatcher
         return original(self, *args, **kwargs)
 
-    wrapper.__call__ = mark_patched(call)
+    return call

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_ncclep.errors import IntegrationError
-from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST
-from megatron_ncclep.integration.patching import is_changed, mark_patched
+from megatron_ncclep.integration.patching import replaces
+from megatron_ncclep.integration.releases import MEGATRON
 
 # The parts whose input is needed in backward.
 KEPT = ("moe_dispatch", "mlp")
@@ -33,24 +33,20 @@ def keep_inputs(dispatcher_type: str) -> None:
     """
     for name in PLACES:
         module = importlib.import_module(name) if find_spec(name) is not None else None
-        function = getattr(module, _FUNCTION, None)
-        if function is None:
-            continue
-        if not is_changed(function):
-            setattr(module, _FUNCTION, _keeping(function, dispatcher_type))
-        return
+        if module is not None and hasattr(module, _FUNCTION):
+            keeping = functools.partial(_keeping, dispatcher_type)
+            replaces(_FUNCTION, ["name", "is_moe", "config"])(keeping)(module)
+            return
     raise IntegrationError(
         f"neither {' nor '.join(PLACES)} has {_FUNCTION}(), which says what the schedule of "
-        "overlap_moe_expert_parallel_comm frees: this Megatron-Core is not one that "
-        f"megatron_ncclep knows ({OLDEST} to {NEWEST})"
+        f"overlap_moe_expert_parallel_comm frees: {MEGATRON.not_known}"
     )
 
 
-def _keeping(original: Any, dispatcher_type: str) -> Any:
-    @functools.wraps(original)
+def _keeping(dispatcher_type: str, original: Any) -> Any:
     def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
         if config.moe_token_dispatcher_type == dispatcher_type and name in KEPT:
             return False
         return bool(original(name, is_moe, config, *args, **kwargs))
 
-    return mark_patched(should_free_input)
+    return should_free_input

@@ -12,22 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import Version
-
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
-
-# The range of Megatron-Core versions that the tests run with.
-OLDEST, NEWEST = "0.16.1", "0.20.0"
-
-
-def is_tested(version: str) -> bool:
-    """Whether a version of Megatron-Core is in the range that the tests run with.
-
-    The part after a `+` does not count: if Megatron-Core 0.18 or later is installed inside any git
-    checkout, it adds the commit of that checkout.
-    """
-    return Version(OLDEST) <= Version(Version(version).public) <= Version(NEWEST)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,13 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceSession
-from megatron_ncclep.integration.options.field import NAME, derived, resolve_options
-from megatron_ncclep.integration.patching import (
-    is_changed,
-    mark_patched,
-    unknown_megatron,
-    unpatched,
-    validated_as,
-)
+from megatron_ncclep.integration.options.field import NAME, accept_type, derived, resolve_options
+from megatron_ncclep.integration.patching import is_changed, mark_patched, replaces, validated_as
 from megatron_ncclep.ranks.group import EpGroup
 
 FIELD = "inference_moe_token_dispatcher_type"
@@ -43,19 +37,12 @@ def is_wanted(config: Any) -> bool:
 def change_inference_field(module: Any) -> None:
     """Let the config's field, from which command lines take their choices, accept the value."""
     config_class = module.TransformerConfig
-    field = config_class.__dataclass_fields__.get(FIELD)
-    if field is None:
-        for changed in [config_class, *derived(config_class)]:
-            if "__init__" in vars(changed) and not is_changed(changed.__init__):
-                changed.__init__ = _refusing(changed.__init__)
+    if FIELD in config_class.__dataclass_fields__:
+        accept_type(module, FIELD)
         return
-    if not get_args(field.type):
-        raise unknown_megatron(
-            f"{module.__name__}.TransformerConfig.{FIELD}", "a Literal of type names"
-        )
-    if NAME not in get_args(field.type):
-        field.type = Literal[(*get_args(field.type), NAME)]
-        config_class.__annotations__[FIELD] = field.type
+    for changed in [config_class, *derived(config_class)]:
+        if "__init__" in vars(changed) and not is_changed(changed.__init__):
+            changed.__init__ = _refusing(changed.__init__)
 
 
 def _refusing(original: Any) -> Any:
@@ -153,14 +140,12 @@ def check_inference_type(config: Any) -> None:
 
 def change_inference_setup(module: Any) -> None:
     """Give an MoELayer our dispatcher while text is generated."""
-    layer_class = module.MoELayer
-    if not _has_field():
-        return
-    original = unpatched(module, layer_class, "_setup_inference_mode", ["pg_collection"])
-    if original is None:
-        return
+    if _has_field():
+        _change_setup(module)
 
-    @functools.wraps(original)
+
+@replaces("MoELayer._setup_inference_mode", ["pg_collection"])
+def _change_setup(original: Any) -> Any:
     def setup_inference_mode(self: Any, pg_collection: Any) -> None:
         config = self.config
         if not is_wanted(config):
@@ -180,7 +165,7 @@ def change_inference_setup(module: Any) -> None:
             session=_session(config, pg_collection.ep),
         )
 
-    layer_class._setup_inference_mode = mark_patched(setup_inference_mode)
+    return setup_inference_mode
 
 
 def _check_layer(config: Any, pg_collection: Any) -> None:
@@ -215,15 +200,13 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
 
 def change_inference_context(module: Any) -> None:
     """Prepare low-latency mode before Megatron captures CUDA graphs, and raise failures."""
-    context_class = module.DynamicInferenceContext
-    if not _has_field():
-        return
-    original = unpatched(module, context_class, "__init__", ["model_config", "inference_config"])
-    update = unpatched(module, context_class, "update_requests", [])
-    if original is None or update is None:
-        return
+    if _has_field():
+        _change_context(module)
+        _change_requests(module)
 
-    @functools.wraps(original)
+
+@replaces("DynamicInferenceContext.__init__", ["model_config", "inference_config"])
+def _change_context(original: Any) -> Any:
     def init(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         if not is_wanted(model_config):
             original(self, model_config, *args, **kwargs)
@@ -241,17 +224,20 @@ def change_inference_context(module: Any) -> None:
         session.prepare(-(-in_graphs // parts), -(-self.max_tokens // parts))
         self._ncclep_group = session.group
 
-    @functools.wraps(update)
+    return init
+
+
+@replaces("DynamicInferenceContext.update_requests", [])
+def _change_requests(original: Any) -> Any:
     def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The step's tokens are known by now.  A step in a CUDA graph cannot itself report that they
         # were computed from NaN because a rank did not come.
         group: EpGroup | None = getattr(self, "_ncclep_group", None)
         if group is not None:
             group.check()
-        return update(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    context_class.__init__ = mark_patched(init)
-    context_class.update_requests = mark_patched(update_requests)
+    return update_requests
 
 
 def _has_field() -> bool:

@@ -11,12 +11,15 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.integration.patching import unknown
 
 # The name of the field, and of the dispatcher type that it configures.
 NAME = "ncclep"
+TYPE_FIELD = "moe_token_dispatcher_type"
 
 
 @dataclasses.dataclass
@@ -29,11 +32,24 @@ class _Holder:
     )
 
 
-def add_options_field(config_class: Any) -> None:
-    """Add the field to `config_class` and to its existing subclasses.  Idempotent.
+def accept_type(module: ModuleType, name: str) -> None:
+    """Let a field of configs, from which command lines take their choices, accept our type."""
+    config_class = getattr(module, "TransformerConfig", None)
+    field = getattr(config_class, "__dataclass_fields__", {}).get(name)
+    if config_class is None or field is None or not get_args(field.type):
+        raise unknown(f"{module.__name__}.TransformerConfig.{name}", "a Literal of type names")
+    if NAME not in get_args(field.type):
+        field.type = Literal[(*get_args(field.type), NAME)]
+        config_class.__annotations__[name] = field.type
+
+
+def change_fields(module: Any) -> None:
+    """Let TransformerConfig accept our type; add the field to it and to its existing subclasses.
 
     Their constructors take it too, by keyword only.  Later subclasses get it from dataclasses.
     """
+    accept_type(module, TYPE_FIELD)
+    config_class = module.TransformerConfig
     if NAME in config_class.__dataclass_fields__:
         return
     field = _Holder.__dataclass_fields__[NAME]

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
+import enum
+import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+# Nobody can change what is in these.
+_FIXED = (
+    *(type(None), bool, int, float, str, bytes, range, enum.Enum, type, types.FunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.Size, dist.ProcessGroup),
+)
 
 
 class Batches:
@@ -14,8 +26,9 @@ class Batches:
     RerunDataIterator or from any other iterator.  They are kept until the step ends: no loader has
     to be rewound, and each has moved on by one step whether or not the step was run again.
 
-    Containers are copied, because forward steps move their tensors to the GPU inside them.  Tensors
-    are not: whoever changes one in place is noticed by its version.
+    Containers and objects are copied, because forward steps move their tensors to the GPU inside
+    them, and so are arrays.  Tensors are not: whoever changes one in place is noticed by its
+    version.
     """
 
     def __init__(self, data_iterator: Any) -> None:
@@ -34,23 +47,24 @@ class Batches:
             [None if taken is None else taken.again() for taken in self._taken]
         )
 
-    def problem(self, is_reader: list[bool]) -> str | None:
-        """Say why the step could not be run again with the same data, if it could not.
+    def problem(self, is_reader: list[bool], num_microbatches: int) -> str | None:
+        """Say why the step could not be run again with the same data, if it could not, and what
+        would help.
 
         Args:
             is_reader: for each part of the model, whether its forward step needs data that this
                 rank has to get.
+            num_microbatches: of the step.
         """
         for needs_data, taken in zip(is_reader, self._taken, strict=False):
-            if taken is not None and taken.has_changed():
-                return (
-                    "a tensor of a micro-batch was changed in place after the data iterator had "
-                    "handed it out (by the forward step, or by a loader that uses its buffers "
-                    "again within a step)"
-                )
             if needs_data and (taken is None or not taken.items):
                 how = "has no data iterator" if taken is None else "does not use its data iterator"
-                return f"the forward step {how}, and where else its data comes from is unknown"
+                return (
+                    f"the forward step {how}, and where else its data comes from is unknown: give "
+                    "the schedule a data iterator, which hands out each micro-batch with next()"
+                )
+            if taken is not None and (problem := taken.problem(num_microbatches)):
+                return problem
         return None
 
     def _like_the_argument(self, iterators: list[Any]) -> Any:
@@ -67,40 +81,114 @@ class _Taken:
     def __init__(self, source: Any) -> None:
         self._source = source
         self.items: list[Any] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._seen = _Copier()
 
     def __iter__(self) -> _Taken:
         return self
 
     def __next__(self) -> Any:
         item = next(self._source)
-        self.items.append(_copied(item))
-        self._versions += [(t, t._version) for t in _tensors(item) if not t.is_inference()]
+        self.items.append(self._seen.copied(item))
         return item
 
     def again(self) -> Any:
-        return iter([_copied(item) for item in self.items])
+        return map(_Copier().copied, self.items)
 
-    def has_changed(self) -> bool:
-        """Whether a tensor has been changed in place since it was handed out."""
+    def problem(self, num_microbatches: int) -> str | None:
+        """See `Batches.problem`."""
+        taken = len(self.items)
+        if taken not in (0, num_microbatches):
+            return (
+                f"the forward step took {taken} micro-batches from its data iterator in a step of "
+                f"{num_microbatches}, so it uses some in another step than the one that takes "
+                "them: let each forward step use the micro-batch that it takes; an iterator that "
+                "fetches ahead belongs around the loader, and into the schedule's data_iterator"
+            )
+        if self._seen.unknown is not None:
+            return (
+                f"a micro-batch holds an object of type {self._seen.unknown}, and whether a step "
+                "changes what is in it is unknown: hand out tensors, arrays, numbers and strings, "
+                "in dicts, lists, tuples, dataclasses or objects with attributes"
+            )
+        if self._seen.have_changed():
+            return (
+                "a tensor of a micro-batch was changed in place after the data iterator had "
+                "handed it out (by the forward step, or by a loader that uses its buffers "
+                "again within a step): let it change a copy"
+            )
+        return None
+
+
+class _Copier:
+    """Copies micro-batches: containers and objects of their own, the same tensors.
+
+    Attributes:
+        unknown: the type of an object that could not be copied; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: str | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def have_changed(self) -> bool:
+        """Whether a tensor has been changed in place since it was copied."""
         return any(tensor._version != version for tensor, version in self._versions)
 
+    def copied(self, item: Any) -> Any:
+        """A copy of a micro-batch."""
+        return self._copied(item, {})
 
-def _copied(item: Any) -> Any:
-    """The item with its own containers and the same tensors."""
-    if isinstance(item, dict):
-        return {key: _copied(value) for key, value in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(_copied(value) for value in item)
-    return item
+    def _copied(self, item: Any, done: dict[int, Any]) -> Any:
+        """`done`: the copies so far by the `id` of what they are copies of."""
+        if isinstance(item, _FIXED):
+            return item
+        if id(item) in done:
+            return done[id(item)]
+        if isinstance(item, torch.Tensor):
+            return self._watched(item)
+        if type(item) in (set, frozenset) or type(item).__new__ is tuple.__new__:
+            new = type(item)(self._copied(value, done) for value in item)
+        elif isinstance(item, tuple) and hasattr(item, "_make"):
+            new = item._make(self._copied(value, done) for value in item)
+        else:
+            new = self._copied_object(item, done)
+        done[id(item)] = new
+        return new
 
+    def _copied_object(self, item: Any, done: dict[int, Any]) -> Any:
+        """A copy of an array, a dict, a list or an object with attributes."""
+        dtype = getattr(item, "dtype", None)
+        is_array = type(item).__module__ == "numpy" and not getattr(dtype, "hasobject", True)
+        names = copyreg._slotnames(type(item))  # type: ignore[attr-defined]
+        has_attributes = hasattr(item, "__dict__") or names
+        is_hashed = type(item).__hash__ not in (None, object.__hash__)
+        if is_hashed and not has_attributes and not isinstance(item, Collection):
+            return item  # a value, such as a date
+        try:
+            new = copy.copy(item)
+        except Exception:  # whatever a class raises whose objects have no copies
+            new = item
+        if is_array:
+            return new
+        if new is item or not (has_attributes or isinstance(item, dict | list)):
+            self.unknown = f"{type(item).__module__}.{type(item).__qualname__}"
+            return item
+        done[id(item)] = new  # its attributes may lead back to it
+        if isinstance(item, dict):
+            for key, value in item.items():
+                dict.__setitem__(new, key, self._copied(value, done))
+        elif isinstance(item, list):
+            new[:] = [self._copied(value, done) for value in item]
+        for name, value in getattr(item, "__dict__", {}).items():
+            vars(new)[name] = self._copied(value, done)
+        for name in names:
+            if hasattr(item, name):
+                object.__setattr__(new, name, self._copied(getattr(item, name), done))
+        return new
 
-def _tensors(item: Any) -> list[torch.Tensor]:
-    if isinstance(item, torch.Tensor):
-        return [item]
-    values: Any = ()
-    if isinstance(item, dict):
-        values = item.values()
-    elif isinstance(item, list | tuple):
-        values = item
-    return [tensor for value in values for tensor in _tensors(value)]
+    def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_inference():  # such a tensor has no version
+            with torch.inference_mode():
+                return tensor.clone()
+        self._versions.append((tensor, tensor._version))
+        return tensor

@@ -12,7 +12,7 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron_ncclep.config import AUTO, AUTO_START, DROP, RERUN, EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
-from megatron_ncclep.engines.overflow import can_drop
+from megatron_ncclep.engines.overflow import Shortage, can_drop
 from megatron_ncclep.integration.rerun.limit import MOST_LOAD
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.uncopied import Uncopied
@@ -25,6 +25,7 @@ class LayerEngines(Uncopied):
         engine: with the options; with max_recv_rows="auto" a new one whenever the limit changes.
         load: with "auto", float64 on the device: this rank's largest load since the last step, in
             thousandths of a balanced load.
+        is_attempt: calls belong to a step that is run again where rows do not fit.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class LayerEngines(Uncopied):
     ) -> None:
         """Collective; the arguments are those of `create_engine`, and so are the errors."""
         self._arguments = process_group, num_experts, num_slices
+        self.is_attempt = False
         self._max_gib = math.inf
         follows_load = options is not None and options.max_recv_rows == AUTO
         if options is not None and follows_load:
@@ -53,9 +55,15 @@ class LayerEngines(Uncopied):
 
     def in_use(self) -> Engine:
         """The engine of this pass; it is the same in all hooks of a dispatcher."""
-        if self._exact is None or self._ranks.is_attempt or is_graph_capturing():
+        if self._exact is None or self.is_attempt or is_graph_capturing():
             return self.engine
         return self._exact
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """Where the engine records rows that ranks lacked; layers may share it.  None: nowhere."""
+        found: Shortage | None = self._ranks.shared(Shortage.name(self.engine.config))
+        return found
 
     def is_static(self) -> bool:
         """Whether the engine in use is in static mode."""

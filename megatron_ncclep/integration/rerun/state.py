@@ -6,10 +6,13 @@ import copy
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from megatron_ncclep.engines.overflow import Shortage, set_aside
 
 # Modules of Megatron's, and the dicts in which they add up what they log.
 _TRACKERS = {
@@ -19,6 +22,8 @@ _TRACKERS = {
 _METRICS_MODULE = "megatron.core.transformer.moe.moe_logging"  # from 0.18 on
 _UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _RERUN_MODULE = "megatron.core.rerun_state_machine"
+# Tensors of delayed FP8 scaling, and what TransformerEngine makes them with in a first step.
+_FP8 = {"scale": 1.0, "scale_inv": 1.0, "amax_history": 0.0}
 # The largest attention logit so far, for qk_clip: replaced by each forward pass, never in place.
 _REPLACED = ("current_max_attn_logits",)
 
@@ -55,12 +60,37 @@ class ModelState:
     def tensors(self) -> list[torch.Tensor]:
         """Those that are changed in place; CUDA graphs know their addresses."""
         found = [module._buffers[name] for module, name in self._buffers]
-        for module in self._fp8:
-            for part in module.fp8_meta.values():
-                found += [getattr(part, name, None) for name in ("scale", "scale_inv")]
-                found.append(getattr(part, "amax_history", None))
         found += [counter for each in self._dispatchers for counter in each.counters()]
         return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+    def made_by_steps(self) -> list[tuple[torch.Tensor, float]]:
+        """Those that steps change in place too, but make when they need them: with this value."""
+        parts = [part for module in self._fp8 for part in module.fp8_meta.values()]
+        found = [
+            (getattr(part, name, None), value) for part in parts for name, value in _FP8.items()
+        ]
+        found += [(tensor, 0.0) for tensor in _logged_tensors()]
+        return [(tensor, value) for tensor, value in found if isinstance(tensor, torch.Tensor)]
+
+    def shortages(self) -> list[Shortage]:
+        """Where the model's layers record rows that ranks lacked; other models may share these."""
+        found = [each.shortage for each in self.engines]
+        return list({id(each): each for each in found if each is not None}.values())
+
+    @contextmanager
+    def attempted(self) -> Iterator[None]:
+        """Let the calls inside belong to a step that is run again where rows do not fit.
+
+        Inside, `shortages` have only what comes from them; afterwards what they had before.
+        """
+        for each in self.engines:
+            each.is_attempt = True
+        try:
+            with set_aside(self.shortages()):
+                yield
+        finally:
+            for each in self.engines:
+                each.is_attempt = False
 
     def take_loads(self) -> tuple[torch.Tensor, int] | None:
         """The largest load of this rank since the last call, and the largest allowed one.
@@ -86,40 +116,58 @@ class Snapshot:
     """The state before a step.  Taking it queues a few small copies and waits for nothing."""
 
     def __init__(self, model: ModelState) -> None:
+        self._model = model
         self._places = [(holder, name, holder.get(name)) for holder, name in model.attributes()]
-        self._logged = {id(tensor) for tensor in _logged_tensors()}
-        self._copies = _copies([*model.tensors(), *_logged_tensors()])
+        made = [tensor for tensor, _ in model.made_by_steps()]
+        self._made_before = {id(tensor) for tensor in made}  # the copies keep them alive
+        self._copies = _copies([*model.tensors(), *made])
         self._random = _RandomStates()
         self._machine = _MachineState()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, tensors at the same addresses."""
+        """Put everything back, tensors at their addresses: CUDA graphs may know them, also those
+        that were made in this step.
+        """
         for holder, name, value in self._places:
             holder[name] = value
-        for tensors, values in self._copies:
+        for tensors, memories, values in self._copies:
+            for tensor, memory in zip(tensors, memories, strict=True):
+                if not _can_hold(tensor, memory):
+                    tensor.data = memory
             torch._foreach_copy_(tensors, values)
-        for tensor in _logged_tensors():
-            if id(tensor) not in self._logged:  # made in this step; a graph may know its address
-                tensor.zero_()
+        for tensor, value in self._model.made_by_steps():
+            if id(tensor) not in self._made_before:
+                tensor.fill_(value)
         self._random.restore()
         self._machine.restore()
 
 
 def _copies(
     tensors: list[torch.Tensor],
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Tensors and copies of them, by device and dtype: one kernel for all of a kind."""
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]]:
+    """Tensors, their memory and copies, by device and dtype: one kernel for all of a kind.
+
+    The tensors themselves, because a step may give them other memory: in 16 bit, the first forward
+    pass of a router makes its expert biases fp32 (`.data = ...`).
+    """
     kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        kinds[tensor.device, tensor.dtype].append(tensor.detach())
+        kinds[tensor.device, tensor.dtype].append(tensor)
     copies = []
     for group in kinds.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        parts = flat.split([tensor.numel() for tensor in group])
-        values = [part.view(t.shape) for part, t in zip(parts, group, strict=True)]
-        copies.append((group, values))
+        memories = [tensor.detach() for tensor in group]
+        flat = torch.cat([memory.reshape(-1) for memory in memories])
+        parts = flat.split([memory.numel() for memory in memories])
+        values = [part.view(m.shape) for part, m in zip(parts, memories, strict=True)]
+        copies.append((group, memories, values))
     return copies
+
+
+def _can_hold(tensor: torch.Tensor, earlier: torch.Tensor) -> bool:
+    """Whether the tensor's memory of today has room for all bits of that of an earlier day."""
+    widest = torch.promote_types(tensor.dtype, earlier.dtype)
+    return (tensor.shape, tensor.device, tensor.dtype) == (earlier.shape, earlier.device, widest)
 
 
 def _logged_tensors() -> list[torch.Tensor]:

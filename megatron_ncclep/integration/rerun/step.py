@@ -1,5 +1,7 @@
 """Steps that are run again, exact and without CUDA graphs, when rows did not fit.
 
+With on_overflow="raise", evaluations in which rows did not fit are errors (evaluation.py).
+
 Every training loop calls Megatron's schedules once per step, through the function that
 `get_forward_backward_func` returns, or through the FullCudaGraphWrapper around it.  Both are
 wrapped here.  `HOOKS` in hooks.py lists which module each function changes.
@@ -11,15 +13,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from megatron_ncclep.config import AUTO, RERUN, EpConfig
-from megatron_ncclep.engines.overflow import Shortage, can_drop, needed_and_had
+from megatron_ncclep.config import AUTO, DROP, RERUN, EpConfig
+from megatron_ncclep.engines.overflow import can_drop, needed_and_had
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.options.field import NAME, resolve_options
-from megatron_ncclep.integration.patching import mark_patched, unpatched
+from megatron_ncclep.integration.patching import replaces
 from megatron_ncclep.integration.rerun.batches import Batches
+from megatron_ncclep.integration.rerun.evaluation import CheckedEvaluations
 from megatron_ncclep.integration.rerun.graphs import without_graphs
 from megatron_ncclep.integration.rerun.limit import (
     MOST_LOAD,
@@ -28,9 +28,8 @@ from megatron_ncclep.integration.rerun.limit import (
     holds_iteration_graph,
 )
 from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
+from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks
 from megatron_ncclep.logs import get_logger
-from megatron_ncclep.ranks.group import all_of, attempted
-from megatron_ncclep.ranks.torch_group import TorchGroup
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -38,7 +37,7 @@ _SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
 )
 _ARGUMENTS = ["data_iterator", "model", "forward_only"]
-# Where a model keeps its `Reruns`; None: its steps are never run again.
+# Where a model keeps its `Reruns` or `CheckedEvaluations`; False: it needs neither.
 _ATTRIBUTE = "_ncclep_reruns"
 # More than any word of a shortage: a rank could not run the step again.
 _REFUSED = 1 << 62
@@ -47,38 +46,53 @@ _REFUSED = 1 << 62
 def change_schedules(module: Any) -> None:
     """Let Megatron's schedules run a step again."""
     for name in _SCHEDULES:
-        original = unpatched(module, module, name, _ARGUMENTS)
-        if original is not None:
-            setattr(module, name, mark_patched(_with_reruns(original)))
+        replaces(name, _ARGUMENTS)(_with_reruns)(module)
 
 
-def change_full_iteration(module: Any) -> None:
+@replaces("FullCudaGraphWrapper.__call__", ["self"])
+def change_full_iteration(original: Any) -> Any:
     """Let a step that is a CUDA graph be run again by the schedule that it holds."""
-    wrapper = module.FullCudaGraphWrapper
-    original = unpatched(module, wrapper, "__call__", ["self"])
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reruns = Reruns.of(kwargs)
-        if reruns is None:
+        steps = _steps_of(kwargs)
+        if steps is None:
             return original(self, *args, **kwargs)
-        reruns.warmup_steps = self.cuda_graph_warmup_steps
-        return reruns.run(functools.partial(original, self), self.forward_backward_func, kwargs)
+        if isinstance(steps, Reruns):
+            steps.warmup_steps = self.cuda_graph_warmup_steps
+        return steps.run(functools.partial(original, self), self.forward_backward_func, kwargs)
 
-    wrapper.__call__ = mark_patched(call)
+    return call
 
 
 def _with_reruns(schedule: Any) -> Any:
-    @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        reruns = Reruns.of(kwargs)
-        if reruns is None:
+        steps = _steps_of(kwargs)
+        if steps is None:
             return schedule(*args, **kwargs)
-        return reruns.run(schedule, schedule, kwargs)
+        return steps.run(schedule, schedule, kwargs)
 
     return run
+
+
+def _steps_of(arguments: dict[str, Any]) -> Reruns | CheckedEvaluations | None:
+    """What runs the steps of the model in a schedule's arguments; None: the schedule alone.
+
+    Raises:
+        InputError: the model's options are invalid.
+    """
+    model = arguments.get("model")
+    chunks = model if isinstance(model, list) else [model]
+    config = _of_model(chunks[0], "config")
+    if getattr(config, "moe_token_dispatcher_type", None) != NAME:
+        return None
+    steps: Any = vars(chunks[0]).get(_ATTRIBUTE)
+    if steps is None:
+        options, steps = resolve_options(config) or EpConfig.resolve(), False
+        if options.on_overflow != DROP and can_drop(options):
+            kind = Reruns if options.on_overflow == RERUN else CheckedEvaluations
+            steps = kind(chunks, options)
+        setattr(chunks[0], _ATTRIBUTE, steps)
+    return steps or None
 
 
 class _Seen(NamedTuple):
@@ -111,33 +125,13 @@ class Reruns:
         """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
         self._chunks, self._options = chunks, options
         self._state = ModelState(chunks)
-        assert dist.group.WORLD is not None  # the engines have groups
-        self._world = TorchGroup(dist.group.WORLD, called="the training")
+        self._ranks = TrainingRanks(options)
         self._is_running = False
         self._has_gradients = False  # from a step before, in Megatron's buffers
         for chunk in chunks:
             self._watch(chunk)
         self.limit = FollowedLimit() if options.max_recv_rows == AUTO else None
         self.num_steps = self.num_reruns = self.warmup_steps = 0
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Reruns | None:
-        """Those of the model in a schedule's arguments; None if its options do not ask for them.
-
-        Raises:
-            InputError: these options are invalid.
-        """
-        model = arguments.get("model")
-        chunks = model if isinstance(model, list) else [model]
-        config = _of_model(chunks[0], "config")
-        if getattr(config, "moe_token_dispatcher_type", None) != NAME:
-            return None
-        if _ATTRIBUTE not in vars(chunks[0]):
-            options = resolve_options(config) or EpConfig.resolve()
-            is_asked_for = options.on_overflow == RERUN and can_drop(options)
-            setattr(chunks[0], _ATTRIBUTE, cls(chunks, options) if is_asked_for else None)
-        found: Reruns | None = getattr(chunks[0], _ATTRIBUTE)
-        return found
 
     def run(
         self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]
@@ -165,9 +159,10 @@ class Reruns:
 
     def _run(self, first: Any, again: Any, arguments: dict[str, Any]) -> Any:
         batches, before = Batches(arguments.get("data_iterator")), Snapshot(self._state)
-        with attempted():
+        with self._state.attempted():
             results = first(**{**arguments, "data_iterator": batches.first()})
-        seen = self._seen_by_all(batches.problem(_readers(self._chunks)))
+            number = arguments["num_microbatches"]
+            seen = self._seen_by_all(batches.problem(_readers(self._chunks), number))
         self.num_steps += 1
         if not seen.lacked:
             self._follow(seen, is_rerun=False)
@@ -175,8 +170,6 @@ class Reruns:
         self.num_reruns += 1
         self._log(seen.lacked)
         del results
-        for shortage in all_of(Shortage):
-            shortage.forget()
         if not arguments.get("forward_only"):
             self._zero_gradients()
         before.restore()
@@ -187,34 +180,17 @@ class Reruns:
         return results
 
     def _seen_by_all(self, problem: str | None) -> _Seen:
-        """What any rank has seen in a step.  Collective over the ranks of the training.
-
-        The ranks of an expert-parallel group know each other's shortages; those of other groups,
-        such as other pipeline stages and replicas, get them from here.  Waits for the device.
-        """
-        world = self._world
-        words = torch.zeros(3, dtype=torch.int64, device=world.device)
-        for shortage in all_of(Shortage):
-            torch.maximum(words[0], shortage.words.max().to(words.device), out=words[0])
-        words[2] = -MOST_LOAD
-        if (loads := self._state.take_loads()) is not None:
-            words[1], words[2] = loads[0], -loads[1]
-        if problem is not None:
-            words[0] = _REFUSED
-        if world.device.type == "cuda":  # the deadline is for the others
-            torch.cuda.current_stream().synchronize()
-        options = self._options
-        world.wait(
-            lambda group: dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True),
+        """What any rank has seen in a step.  Collective over the ranks of the training."""
+        lacked: Any = self._ranks.largest_word(self._state.shortages())
+        load, most_load = self._state.take_loads() or (0, MOST_LOAD)
+        lacked, load, most_load = self._ranks.largest(
+            [lacked if problem is None else _REFUSED, load, -most_load],
             "the decision whether to run a step again",
-            options.timeout_s if self.num_steps else options.first_deadline_s,
         )
-        lacked, load, most_load = words.tolist()
         if lacked == _REFUSED:
             raise UnsupportedError(
                 f"on_overflow={RERUN!r}: a step cannot be run again, because "
-                f"{problem or 'another rank cannot (its output has the reason)'}: give the "
-                "schedule a data iterator, which hands out each micro-batch with next(), or set "
+                f"{problem or 'another rank cannot (its output has the reason)'}; or set "
                 "max_recv_rows='worst', with which no step has to be run again"
             )
         return _Seen(lacked, load, -most_load)
@@ -227,7 +203,7 @@ class Reruns:
         text = self.limit.after_step(seen.load, is_rerun, seen.most_load, holds_graph)
         if text is None:
             return
-        if self._world.rank == 0:
+        if self._ranks.rank == 0:
             get_logger().info(text)
         if holds_graph:
             drop_iteration_graphs(self.warmup_steps)
@@ -257,7 +233,7 @@ class Reruns:
 
     def _log(self, lacked: int) -> None:
         """Log the first rerun, the second, the fourth and so on, on one rank."""
-        if self._world.rank == 0 and self.num_reruns & (self.num_reruns - 1) == 0:
+        if self._ranks.rank == 0 and self.num_reruns & (self.num_reruns - 1) == 0:
             needed, had = needed_and_had(lacked)
             get_logger().warning(
                 "step run again, in exact mode and without CUDA graphs: a rank needed %d rows and "

@@ -377,3 +377,24 @@ def test_graphs_of_the_benchmark(ctx: RankContext) -> None:
     assert loader.static_buffers == {"training": [], "validation": []}
     assert wrapper.cuda_graph == wrapper.result == {"training": None, "validation": None}
     assert wrapper.curr_iteration == {"training": 0, "validation": 0}
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "tell"),
+    [
+        ("none", [], True),
+        ("full_iteration", [], True),
+        ("local", ["full_iteration"], True),
+        ("local", ["attn"], False),
+        ("transformer_engine", ["attn"], False),
+        ("transformer_engine", [], False),
+    ],
+)
+def test_flags_tell_of_the_step(impl: str, modules: list[str], tell: bool) -> None:
+    """Where DDP does not reset them, a step's first micro-batch would overwrite nothing, or a later
+    one the sum.
+    """
+    from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step
+
+    config = SimpleNamespace(cuda_graph_impl=impl, cuda_graph_modules=modules)
+    assert flags_tell_of_the_step(config) is tell

@@ -22,14 +22,11 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 from on_ranks import IS_RANK, gathered
 from trainer import ModelCase, Results, differences
 
-import megatron_ncclep
 from megatron_ncclep.benchmark import training_model
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import RowsDroppedError, UnsupportedError
 from megatron_ncclep.integration.rerun import limit
 from megatron_ncclep.integration.rerun.limit import MOST_LOAD, FollowedLimit
 from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
-from megatron_ncclep.ranks.group import attempted
 from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 pytestmark = pytest.mark.each_release
@@ -44,6 +41,8 @@ if IS_RANK:
 EXACT = EpConfig(engine="reference", experts="grouped", metrics_interval=10**6)
 RERUN = replace(EXACT, max_recv_rows="1.3x", on_overflow="rerun")
 STEPS = 9
+# In the first step Megatron makes what it keeps; the second one is captured in CUDA graphs.
+COLLAPSED = (0, 1, 4, 7)
 ROUTER = {
     "moe_router_load_balancing_type": "global_aux_loss",
     "moe_aux_loss_coeff": 1e-2,
@@ -51,7 +50,8 @@ ROUTER = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-DROPOUT = {"hidden_dropout": 0.1}
+# That of attention draws from Megatron's tracker of random states, the other one from torch's.
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CASE = ModelCase(dtype=torch.float32, options=ROUTER, sizes=DROPOUT, sequence=24)
 # No rank of the first stage has experts.
 STAGES = replace(
@@ -60,6 +60,7 @@ STAGES = replace(
     pp=2,
 )
 WHOLE = replace(CASE, ep=4)
+BF16 = replace(WHOLE, dtype=torch.bfloat16)
 NOTHING = {True: [], False: ["no expert was trained"]}
 KINDS = ("full_iteration", "local", "transformer_engine")
 
@@ -147,7 +148,7 @@ def results_of(
     results: Results = {}
     with in_graphs(training, graphs) as captured:
         for step in range(STEPS):
-            training.collapses = step % 3 == 1 and training.replica < case.ep
+            training.collapses = step in COLLAPSED and training.replica < case.ep
             training.run(results, step)
     rerun_state_machine.destroy_rerun_state_machine()
     reruns = getattr(training.wrapped[0], "_ncclep_reruns", None)
@@ -165,7 +166,7 @@ class Graph:
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
         self.replays += 1
-        with attempted():
+        with mock.patch.object(LayerEngines, "in_use", lambda engines: engines.engine):
             return None if self.run is None else self.run(*args, **kwargs)
 
 
@@ -251,18 +252,21 @@ def whole_iterations(training: Collapsing, graphs: list[Graph]) -> Iterator[None
 )
 @pytest.mark.parametrize(
     ("case", "graphs"),
-    [(CASE, ""), (STAGES, ""), *((WHOLE, kind) for kind in KINDS)],
-    ids=["replicas", "stages", *KINDS],
+    [(CASE, ""), (STAGES, ""), (BF16, ""), *((WHOLE, kind) for kind in KINDS)],
+    ids=["replicas", "stages", "bf16", *KINDS],
 )
 def test_bits(ctx: RankContext, case: ModelCase, graphs: str) -> None:
     """Losses, weights, the optimizer's state, experts' biases, sums for the log, the counts of our
     metrics and those of Megatron's machine, where Megatron takes every path that it has.
+
+    In bf16 the biases of experts were updated twice when the first step was run again: a router's
+    first pass moves them to fp32, and only their old memory went back.
     """
     expected, _, _ = results_of(ctx, case, EXACT)
     found, reruns, replays = results_of(ctx, case, RERUN, graphs)
     # Evaluations after such a step are collapsed too, and now and then one comes on its own.
     assert reruns.num_steps == 2 * STEPS
-    assert 6 <= reruns.num_reruns <= 12
+    assert 8 <= reruns.num_reruns <= 14
     assert bool(replays) == bool(graphs)
     trains = any("experts" in name for name in found)  # not in the first stage
     assert (problems := differences(found, expected)) == NOTHING[trains], problems
@@ -291,7 +295,7 @@ def test_bits_with_a_limit_that_follows(ctx: RankContext) -> None:
             assert replays
             assert max(seen) > 2000 > min(seen)
         else:
-            assert seen == [1500] * 2
+            assert seen == [2300] * 2 + [1500] * 2  # evaluations are longer, with less room
         assert gathered(ctx, seen) == [seen] * 4
 
 
@@ -345,63 +349,11 @@ def test_words_about_a_limit() -> None:
         assert sum(text is not None for text in texts) == (ceiling == MOST_LOAD)
 
 
-class Careless(Collapsing):
-    """A training whose rank 1 does not get its data as Megatron's loops do."""
-
-    mistake = ""
-
-    def _forward_step(self, batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-        if self.rank == 1 and self.mistake == "reads elsewhere":
-            batches = iter(self.batches(0, self.case.sequence))
-        elif self.rank == 1 and self.mistake == "changes in place":
-            batches = ({**b, "labels": b["labels"].add_(0)} for b in [next(batches)])
-        return super()._forward_step(batches, model)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "reason"),
-    [
-        ("reads elsewhere", "the forward step does not use its data iterator"),
-        ("changes in place", "a tensor of a micro-batch was changed in place after the data"),
-        ("adds up steps", "gradients of several calls of the schedule that add up"),
-        ("has no DDP", "a model in GPTModel: only Megatron's DistributedDataParallel was tested"),
-    ],
-)
-def test_what_cannot_be_rerun(ctx: RankContext, mistake: str, reason: str) -> None:
-    """It ends the training on all ranks in the first step, in which all rows fit."""
-    options = {**ROUTER, "ncclep": replace(RERUN, max_recv_rows="3x")}
-    training = Careless(ctx, "ncclep", replace(WHOLE, options=options))
-    training.mistake = mistake
-    if mistake == "has no DDP":
-        training.wrapped = training.chunks
-    elif mistake == "adds up steps":
-        for _ in range(2):
-            training.gradients(0)  # clears those before
-        training.evaluate(0)
-    elif ctx.rank != 1:
-        reason = "another rank cannot"
-    with pytest.raises(UnsupportedError, match=f"on_overflow='rerun'.* {reason}.*='worst'"):
-        training._run(0, training.case.sequence, forward_only=False)
-
-
-def test_outside_of_schedules(ctx: RankContext) -> None:
-    """A layer that is called on its own has room for all rows; what a graph drops is an error."""
-    initialize(ep=4)
-    options = replace(RERUN, max_recv_rows=16)
-    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=options))
-    hidden = torch.ones(SEQUENCE, BATCH, HIDDEN)
-    layer(hidden)
-    megatron_ncclep.check()
-    assert layer.token_dispatcher.num_dropped == 0
-    Graph.replay(mock.Mock(run=layer, replays=0), hidden)
-    with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
-        megatron_ncclep.check()
-    layer.token_dispatcher.engines.close()
-
-
 @pytest.mark.alone
 def test_state(ctx: RankContext) -> None:
-    """Everything goes back to its address: also scales of FP8, whose modules need a GPU."""
+    """Everything goes back to its address: also scales of FP8, whose modules need a GPU, and what
+    got other memory.  Only memory that cannot hold what was there is given up.
+    """
     initialize(1)
     module = torch.nn.Linear(2, 2)
     module.register_buffer("steps", torch.ones(3))
@@ -409,18 +361,61 @@ def test_state(ctx: RankContext) -> None:
     meta = SimpleNamespace(scale=torch.ones(2), amax_history=torch.ones(4, 2))
     module.fp8_meta = {"scaling_fwd": meta, "recipe": object()}
     module.current_max_attn_logits = None
+    module.register_buffer("expert_bias", torch.ones(2, dtype=torch.bfloat16))
+    module.register_buffer("rounded", torch.full((2,), 1 + 2**-20))
+    module.register_buffer("longer", torch.ones(2))
     tensors = [module.steps, meta.scale, meta.amax_history]
     snapshot = Snapshot(ModelState([module]))
     drawn = [torch.rand(1), random.random(), numpy.random.rand()]
     for tensor in tensors:
         tensor.mul_(2)
+    for buffer, data in (
+        (module.expert_bias, torch.zeros(2)),
+        (module.rounded, torch.zeros(2, dtype=torch.bfloat16)),
+        (module.longer, torch.zeros(3)),
+    ):
+        buffer.data = data
+    fp32 = module.expert_bias.data_ptr()
+    made = SimpleNamespace(scale=2 * torch.ones(2), amax_history=torch.ones(4, 2))
+    module.fp8_meta["scaling_bwd"] = made
     module.steps, module.cache = torch.zeros(3), torch.zeros(3)
     module.current_max_attn_logits = torch.zeros(3)
     snapshot.restore()
     assert [torch.rand(1), random.random(), numpy.random.rand()] == drawn
     assert module.cache is module.current_max_attn_logits is None
     assert module.steps is tensors[0]
-    assert all(bool((tensor == 1).all()) for tensor in tensors)
+    assert all(bool((tensor == 1).all()) for tensor in (*tensors, made.scale, module.expert_bias))
+    assert not made.amax_history.any()
+    assert module.expert_bias.data_ptr() == fp32
+    assert module.rounded.tolist() == [1 + 2**-20] * 2
+    assert module.longer.tolist() == [1, 1]
+
+
+@pytest.mark.alone
+def test_loads(ctx: RankContext) -> None:
+    """A load has the dropped assignments in it: a rank whose rows did not fit has more than any.
+    The widest layer limits the room of all.
+    """
+    initialize(1)
+    gib = 2**-20
+    options = replace(RERUN, max_recv_rows="auto", max_recv_gib=gib)
+    layers = [
+        build_layer(make_config("ncclep", torch.float32, 1, hidden_size=hidden, ncclep=options))
+        for hidden in (HIDDEN, 4 * HIDDEN, 2 * HIDDEN)
+    ]
+    for layer in layers:
+        layer(torch.randn(SEQUENCE, BATCH, layer.config.hidden_size))
+    state = ModelState(torch.nn.ModuleList(layers))
+    balanced = SEQUENCE * BATCH * 2
+    load, most = state.take_loads()
+    assert (load, most) == (1000, int(1000 * gib * 2**30 / (balanced * 4 * HIDDEN * 4)))
+    engines = state.engines[0]
+    plan = SimpleNamespace(num_tokens=SEQUENCE * BATCH, top_k=2, counts=torch.tensor([4, 4, 30]))
+    engines.note_load(plan, torch.zeros(1, HIDDEN))
+    assert state.take_loads() == (math.ceil(1000 * 34 / balanced), most)
+    assert state.take_loads() == (0, most)
+    for each in state.engines:
+        each.close()
 
 
 def test_a_rank_that_dies_in_a_rerun(megatron_pool: RankPool) -> None:

@@ -154,14 +154,20 @@ def test_when_the_first_gradient_is_added(
         assert (weight.grad is not None) == has_flag
 
 
-def test_frozen_experts_and_zeros_where_megatron_wants_them() -> None:
+@pytest.mark.parametrize("after_ddp", [True, False])
+def test_frozen_experts_and_zeros_where_megatron_wants_them(after_ddp: bool) -> None:
+    """Experts that were frozen after DDP had wrapped them were trained."""
     problem = Problem((16, 32, 16), 0, torch.float32)
-    with_main_grads(problem)
+    buffer = with_main_grads(problem)
     frozen, zeroed, other = problem.weights
     frozen.requires_grad_(False)
     zeroed.zero_out_wgrad = True
+    if not after_ddp:
+        del frozen.main_grad, frozen.grad_added_to_main_grad
     problem.run(GradientTarget(into_main_grad=True))
     assert frozen.grad is None
+    assert torch.equal(buffer[0], torch.full((OUT, IN), 0.5))
+    assert not getattr(frozen, "grad_added_to_main_grad", False)
     assert not zeroed.grad.any()
     assert torch.equal(other.main_grad, 0.5 + problem.expected_weight_grads()[2])
 

@@ -16,14 +16,14 @@ from megatron_versions import INSTALLED, SUPPORTED
 
 from megatron_ncclep import create_engine
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.integration.checks.unsupported import NEWEST, OLDEST, is_tested
+from megatron_ncclep.integration.releases import MEGATRON
 from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH, untested_torch
 from megatron_ncclep.ranks.pool import RankContext
 
 
 def test_the_range_is_the_tested_one() -> None:
-    assert (SUPPORTED[0], SUPPORTED[-1]) == (OLDEST, NEWEST)
-    assert is_tested(INSTALLED)
+    assert (SUPPORTED[0], SUPPORTED[-1]) == (MEGATRON.oldest, MEGATRON.newest)
+    assert MEGATRON.is_tested(INSTALLED)
     assert untested_torch() is None
 
 
@@ -36,7 +36,7 @@ def test_is_tested(version_text: str, expected: bool) -> None:
     """A wheel installed inside a git checkout calls itself 0.19.2+COMMIT, which sorts after 0.19.2:
     there every build of a layer warned of an untested version.
     """
-    assert is_tested(version_text) is expected
+    assert MEGATRON.is_tested(version_text) is expected
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,23 @@ def test_options_of_install(ctx: RankContext) -> None:
     TransformerConfig.ncclep = None
 
 
+def test_a_copy_follows_a_later_install(ctx: RankContext) -> None:
+    """A copy that takes the process's options for its own keeps them for ever, and a notebook's
+    second `install` has no effect on it: that mistake passed all tests when it was planted.
+    """
+    gc.collect()  # as above
+    megatron_ncclep.install(alignment=16)
+    first = TransformerConfig(**OPTIONS)
+    copies = [dataclasses.replace(first), copy.copy(first), copy.deepcopy(first)]
+    again = [dataclasses.replace(copied) for copied in copies]
+    megatron_ncclep.install(alignment=32)
+    for config in (first, *copies, *again):
+        options = hooks.resolve_options(config)
+        assert options is not None
+        assert options.alignment == 32
+    TransformerConfig.ncclep = None
+
+
 def test_the_command_line(ctx: RankContext) -> None:
     """The options are offered, each once; the field is not turned into an argument."""
     if not has("training"):

@@ -1,0 +1,65 @@
+"""Evaluations in which rows were dropped return no loss: `on_overflow="raise"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.overflow import needed_and_had, rows_dropped, set_aside
+from megatron_ncclep.integration.rerun.state import ModelState
+from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks
+
+
+class CheckedEvaluations:
+    """Checks the forward-only passes of one model, which no optimizer's step follows."""
+
+    def __init__(self, chunks: list[Any], options: EpConfig) -> None:
+        """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
+        self._state, self._options = ModelState(chunks), options
+        self._ranks = TrainingRanks(options)
+        self._is_running = False
+
+    def __reduce__(self) -> Any:
+        """A copy of the model, or one from a file, makes its own."""
+        return type(None), ()
+
+    def run(
+        self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Any:
+        """Run one step; its results.  Evaluations are collective over all ranks of the model.
+
+        Args:
+            first: runs the step, in CUDA graphs where the model has any.
+            again: not used.
+            arguments: keywords of `first`.
+
+        Raises:
+            RowsDroppedError: on all ranks: rows were dropped in the evaluation, or before it and
+                not reported yet.
+            PeerError: a rank did not come in time.
+        """
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if not arguments.get("forward_only") or self._is_running or is_capturing:
+            return first(**arguments)
+        shortages, ranks = self._state.shortages(), self._ranks
+        earlier = ranks.largest_word(shortages)
+        self._is_running = True  # a FullCudaGraphWrapper calls the schedule
+        try:
+            with set_aside(shortages):
+                results = first(**arguments)
+                own = ranks.largest_word(shortages)
+        finally:
+            self._is_running = False
+        words = ranks.largest([earlier, own], "the decision whether an evaluation is right")
+        for word, when in zip(words, ("before this evaluation", "in this evaluation"), strict=True):
+            if word:
+                for shortage in shortages:
+                    shortage.words.zero_()
+                needed, had = needed_and_had(word)
+                option, on_overflow = self._options.max_recv_rows, self._options.on_overflow
+                who = f"a rank needed {needed} rows and had {had} {when}"
+                raise rows_dropped(option, on_overflow, who, "its loss is not returned", needed)
+        return results

@@ -1,0 +1,146 @@
+"""Rows that did not fit are an error of the calls that lacked them, not of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from on_ranks import gathered
+from test_reruns import RERUN, STAGES, WHOLE, is_moe
+from trainer import Model, ModelCase
+
+import megatron_ncclep
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import RowsDroppedError
+from megatron_ncclep.integration.rerun.engines import LayerEngines
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+RAISE = replace(RERUN, on_overflow="raise")
+# Two replicas, of which only one drops.
+REPLICAS = replace(WHOLE, ep=2)
+
+
+class WithoutExperts(Model):
+    """A model whose first stage may have none."""
+
+    def _change(self, chunk: Any) -> None:
+        if any(is_moe(layer) for layer in chunk.decoder.layers):
+            super()._change(chunk)
+
+
+def model_of(ctx: RankContext, case: ModelCase, options: EpConfig) -> Model:
+    return WithoutExperts(ctx, "ncclep", replace(case, options={"ncclep": options}))
+
+
+@contextmanager
+def collapsed(model: Model) -> Iterator[None]:
+    """Let the first replica's tokens all go to the same experts."""
+    layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers if is_moe(layer)]
+    hooks = [
+        layer.mlp.router.register_forward_pre_hook(lambda _, args: (0 * args[0], *args[1:]))
+        for layer in (layers if model.replica < model.case.ep else [])
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def replayed() -> Iterator[None]:
+    """Let calls be in static mode, as those of a CUDA graph that is replayed are."""
+    with mock.patch.object(LayerEngines, "in_use", lambda engines: engines.engine):
+        yield
+
+
+@pytest.mark.supports(
+    "--ncclep-on-overflow=raise", compared="the errors of all ranks, in evaluations too"
+)
+@pytest.mark.parametrize("case", [WHOLE, REPLICAS, STAGES], ids=["whole", "replicas", "stages"])
+def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: ModelCase) -> None:
+    """Its loss was reported, and the next training step was blamed.  No loss is returned on any
+    rank, also where the dropped rows were another stage's or another replica's.
+    """
+    model = model_of(ctx, case, RAISE)
+    model.gradients(0)
+    megatron_ncclep.check()
+    expected = model.evaluate(0)
+    with collapsed(model), pytest.raises(RowsDroppedError) as caught:
+        model.evaluate(0)
+    text = str(caught.value)
+    assert "a rank needed " in text
+    assert " in this evaluation. on_overflow is 'raise', so its loss is not returned: set" in text
+    assert gathered(ctx, text) == [text] * ctx.num_ranks
+    assert torch.equal(model.evaluate(0), expected)
+    megatron_ncclep.check()  # the next training step is not blamed
+    steps: Any = model.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
+    assert copy.deepcopy(steps) is None  # a copy of the model makes its own
+
+
+def test_a_step_before_an_evaluation_is_blamed_itself(ctx: RankContext) -> None:
+    """A step whose optimizer did not run, after an overflow of gradients for example."""
+    model = model_of(ctx, REPLICAS, RAISE)
+    with collapsed(model):
+        model.gradients(0)
+    with pytest.raises(RowsDroppedError, match=r"had \d+ before this evaluation\. "):
+        model.evaluate(0)
+    model.evaluate(0)
+
+
+@pytest.mark.parametrize("other", [RAISE, RERUN], ids=["raise", "rerun"])
+def test_another_models_shortage_stays_its_own(ctx: RankContext, other: EpConfig) -> None:
+    """A step of one model took the report of another one in the same group: it was run again for
+    nothing, and the other one's error never came.
+    """
+    model = model_of(ctx, replace(WHOLE, sequence=48), RERUN)
+    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=other))
+    with replayed():
+        layer(torch.zeros(4 * SEQUENCE, BATCH, HIDDEN))  # all to the same experts
+    model.gradients(0)
+    model.evaluate(0)
+    steps: Any = model.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
+    assert (steps.num_steps, steps.num_reruns) == (2, 0)
+    with pytest.raises(RowsDroppedError):
+        megatron_ncclep.check()
+    layer.token_dispatcher.engines.close()
+
+
+def test_a_teacher_in_a_students_step_drops_nothing(ctx: RankContext) -> None:
+    """It is not run again itself, so its passes are not attempts."""
+    student = model_of(ctx, WHOLE, replace(RERUN, max_recv_rows="4x"))
+    teacher = build_layer(make_config("ncclep", torch.float32, 4, ncclep=RERUN))
+    passes: list[torch.Tensor] = []
+    hidden = torch.zeros(4 * SEQUENCE, BATCH, HIDDEN)
+    student.chunks[0].register_forward_pre_hook(lambda *_: passes.append(teacher(hidden)[0]))
+    student.gradients(0)
+    assert len(passes) == student.case.micro_batches
+    assert teacher.token_dispatcher.num_dropped == 0
+    steps: Any = student.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
+    assert steps.num_reruns == 0
+    megatron_ncclep.check()
+    teacher.token_dispatcher.engines.close()
+
+
+def test_outside_of_schedules(ctx: RankContext) -> None:
+    """A layer that is called on its own has room for all rows; what a graph drops is an error."""
+    initialize(ep=4)
+    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=RERUN))
+    hidden = torch.zeros(4 * SEQUENCE, BATCH, HIDDEN)
+    layer(hidden)
+    megatron_ncclep.check()
+    assert layer.token_dispatcher.num_dropped == 0
+    with replayed():
+        layer(hidden)
+    with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
+        megatron_ncclep.check()
+    layer.token_dispatcher.engines.close()

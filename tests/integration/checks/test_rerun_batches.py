@@ -1,0 +1,194 @@
+"""The data of a step that is run again comes back as it was, or is refused in the first step."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections import UserDict, deque, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from test_reruns import RERUN, ROUTER, WHOLE, Collapsing
+
+from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.rerun.batches import Batches
+from megatron_ncclep.ranks.pool import RankContext
+
+pytestmark = pytest.mark.each_release
+
+
+@dataclass
+class Data:
+    tokens: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    tokens: Any
+
+
+class Named(dict[str, Any]):
+    """With attributes of its own."""
+
+    name = "nobody"
+
+
+Pair = namedtuple("Pair", ["tokens", "rest"])
+
+
+def kinds_of_batches() -> list[Any]:
+    """Batches of many kinds, in each of which `tokens_of` finds the tokens."""
+    tokens = [torch.arange(3) for _ in range(9)]
+    named = Named(tokens=tokens[0])
+    named.name = "somebody"
+    return [
+        named,
+        Data(tokens[1]),
+        Frozen({"tokens": tokens[2]}),
+        Pair(tokens[3], None),
+        SimpleNamespace(tokens=[tokens[4]]),
+        UserDict(tokens=tokens[5]),
+        ({"tokens": tokens[6], "when": datetime.date.max}, {1, 2}),
+        [tokens[7]],
+        tokens[8],
+    ]
+
+
+def tokens_of(batch: Any) -> torch.Tensor:
+    while not isinstance(batch, torch.Tensor):
+        if isinstance(batch, list | tuple):
+            batch = batch[0]
+        else:
+            batch = batch["tokens"] if hasattr(batch, "keys") else batch.tokens
+    return batch
+
+
+def test_batches_come_back_as_they_were() -> None:
+    """Dataclasses were not looked into: what a step put into them, or changed in place, was in the
+    batch that came back.  Subclasses of dict came back as dicts, and broke forward steps.
+    """
+    given = kinds_of_batches()
+    batches = Batches(iter(given))
+    for batch in batches.first():
+        if isinstance(batch, Data | SimpleNamespace):
+            batch.tokens = None
+        elif hasattr(batch, "keys"):
+            batch["tokens"] = None
+    assert batches.problem([True], len(given)) is None
+    found, expected = list(batches.again()), kinds_of_batches()
+    assert [type(each) for each in found] == [type(each) for each in expected]
+    assert all(torch.equal(tokens_of(f), torch.arange(3)) for f in found)
+    assert found[0].name == "somebody"
+    assert found[6][1:] == expected[6][1:]
+    # Those of the first run and of the rerun are two.
+    found[1].tokens = None
+    assert next(iter(list(batches.again())[1:])).tokens is not None
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_a_tensor_that_changes_is_noticed_in_any_batch(index: int) -> None:
+    batches = Batches(iter([kinds_of_batches()[index]]))
+    tokens_of(next(batches.first())).add_(1)
+    problem = batches.problem([True], 1)
+    assert "a tensor of a micro-batch was changed in place" in str(problem)
+
+
+def test_arrays_and_tensors_without_versions_are_kept_by_value() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+    batches = Batches(iter([{"array": numpy.zeros(2), "tensor": tensor}]))
+    batch = next(batches.first())
+    batch["array"] += 1
+    with torch.inference_mode():
+        tensor += 1
+    assert batches.problem([True], 1) is None
+    again = next(batches.again())
+    assert again["array"].tolist() == again["tensor"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [deque(), threading.Lock(), iter([1]), numpy.array([torch.zeros(1)], dtype=object)],
+    ids=lambda held: type(held).__name__,
+)
+def test_batches_of_unknown_kinds_are_refused(held: Any) -> None:
+    """On arrival: not in the first step that is run again, perhaps hours later."""
+    batches = Batches(iter([Data([held])]))
+    assert next(batches.first()).tokens == [held]
+    kind = f"{type(held).__module__}.{type(held).__qualname__}"
+    problem = batches.problem([True], 1)
+    assert f"a micro-batch holds an object of type {kind}, and whether" in str(problem)
+
+
+class Careless(Collapsing):
+    """A training whose rank 1 does not get its data as Megatron's loops do."""
+
+    mistake = ""
+    held: Any = None
+
+    def _forward_step(self, batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+        if self.rank == 1 and self.mistake == "reads elsewhere":
+            batches = iter(self.batches(0, self.case.sequence))
+        elif self.rank == 1 and self.mistake == "changes in place":
+            batches = ({**b, "labels": b["labels"].add_(0)} for b in [next(batches)])
+        elif self.rank == 1 and self.mistake == "runs ahead":
+            now = self.held or next(batches)
+            self.held, batches = next(batches), iter([now])
+        elif self.rank == 1 and self.mistake == "begins with one from before" and not self.held:
+            self.held, batches = True, iter(self.batches(0, self.case.sequence))
+        return super()._forward_step(batches, model)
+
+    def batches(self, seed: int, length: int) -> list[dict[str, Any]]:
+        found: list[Any] = super().batches(seed, length)
+        if self.rank == 1 and self.mistake == "has an unknown kind":
+            found = [Named(batch, padding_mask=None) for batch in found]
+            for batch in found:
+                batch.lock = threading.Lock()
+        return found
+
+    def _schedule(self, forward_only: bool) -> Any:
+        schedule = super()._schedule(forward_only)
+        if self.mistake != "runs ahead":
+            return schedule
+        # Its iterator has one more than a step needs.
+        return lambda num_microbatches, **arguments: schedule(
+            num_microbatches=num_microbatches - 1, **arguments
+        )
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ("reads elsewhere", "the forward step does not use its data iterator"),
+        ("changes in place", "a tensor of a micro-batch was changed in place after the data"),
+        ("runs ahead", "the forward step took 2 micro-batches from .* in a step of 1, so"),
+        ("begins with one from before", "the forward step took 1 micro-batches .* of 2, so"),
+        ("has an unknown kind", "a micro-batch holds an object of type _thread.lock, and"),
+        ("adds up steps", "gradients of several calls of the schedule that add up"),
+        ("has no DDP", "a model in GPTModel: only Megatron's DistributedDataParallel was tested"),
+    ],
+)
+def test_what_cannot_be_rerun(ctx: RankContext, mistake: str, reason: str) -> None:
+    """It ends the training on all ranks in the first step, in which all rows fit.
+
+    A forward step that holds the next micro-batch was not noticed: a step that was run again had
+    other data, and nobody was told.
+    """
+    options = {**ROUTER, "ncclep": replace(RERUN, max_recv_rows="3x")}
+    training = Careless(ctx, "ncclep", replace(WHOLE, options=options))
+    training.mistake = mistake
+    if mistake == "has no DDP":
+        training.wrapped = training.chunks
+    elif mistake == "adds up steps":
+        for _ in range(2):
+            training.gradients(0)  # clears those before
+        training.evaluate(0)
+    elif ctx.rank != 1:
+        reason = "another rank cannot"
+    with pytest.raises(UnsupportedError, match=f"on_overflow='rerun'.* {reason}.*='worst'"):
+        training._run(0, training.case.sequence, forward_only=False)
