@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/, as SVG; scripts/pages.py writes the files.
+"""The figures that are drawn from results, as SVG; scripts/pages.py writes the files.
 
 Text stays text, and nothing depends on an installed font or a plotting library: the same results
 give the same file everywhere, so a test can tell when a figure is out of date.
@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 INK, MUTED, LINE, PAPER = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff"
 GREY, BLUES = "#9aa5b1", ("#8fc1e3", "#4b93c7", "#17609b")
-# Of source rank 0 and 1: fill and border.
-RANKS = (("#fde3c0", "#d9822b"), ("#cfe3f5", "#2f74b5"))
 
 
 @dataclass
@@ -49,25 +46,6 @@ class Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE) -> None:
         """Draw a thin line."""
         self.parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{stroke}" fill="none"/>')
-
-    def curve(
-        self, points: Sequence[tuple[float, float]], stroke: str, dashed: bool = False
-    ) -> None:
-        """Draw lines from point to point."""
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        dashes = ' stroke-dasharray="5 4"' if dashed else ""
-        self.parts.append(
-            f'<path d="M{path}" stroke="{stroke}" stroke-width="2" fill="none"{dashes}/>'
-        )
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, stroke: str) -> None:
-        """Draw a curve that leaves and arrives horizontally, with a head at its end."""
-        middle = (x1 + x2) / 2
-        self.parts.append(
-            f'<path d="M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2 - 6:g} {y2:g}" '
-            f'stroke="{stroke}" stroke-width="1.6" fill="none"/>'
-            f'<path d="M{x2:g} {y2:g}l-8 -4v8z" fill="{stroke}"/>'
-        )
 
     def svg(self) -> str:
         """The whole file."""
@@ -149,220 +127,4 @@ def libraries(
         canvas.line(left + unit, top, left + unit, y, INK)
         y += 14
     canvas.text(20, y + 16, measured, 11.5, fill=MUTED)
-    return canvas.svg()
-
-
-# The example of docs/contract.md: (rank, token) -> its experts; two ranks with two experts each.
-ROUTES = {(0, 0): (0, 1), (0, 1): (3, 0), (1, 0): (2, 1)}
-
-
-def data_flow() -> str:
-    """Where the rows of the contract's example go."""
-    canvas = Canvas(900, 404, "Data flow of one MoE layer on two ranks")
-    for x, head, foot in (
-        (110, "tokens", "[T, H] on each rank"),
-        (330, "dispatched rows", "expert blocks, [N, H]"),
-        (560, "the experts' output", "the same rows"),
-        (790, "sums", "[T, H] on each rank"),
-    ):
-        canvas.text(x, 34, head, 15, "middle", bold=True)
-        canvas.text(x, 52, foot, 12, "middle", MUTED)
-    for x, step in ((215, "dispatch"), (445, "experts"), (680, "combine")):
-        canvas.text(x, 388, step, 14, "middle", bold=True)
-    tokens = {(rank, token): 96 + 190 * rank + 60 * token for rank, token in ROUTES}
-    for rank, height in enumerate((160, 124)):
-        canvas.rect(14, 66 + 172 * rank, 872, height, "none", LINE, 8)
-        canvas.text(26, 56 + 172 * rank + height, f"rank {rank}", 13, fill=MUTED, bold=True)
-    for (rank, token), y in tokens.items():
-        for x, what in ((110, f"token {token}"), (790, f"sum {token}")):
-            canvas.rect(x - 44, y - 15, 88, 30, *RANKS[rank])
-            canvas.text(x, y + 5, what, 13, "middle")
-    for rank in range(2):
-        y = 82 + 172 * rank
-        for expert in (2 * rank, 2 * rank + 1):
-            canvas.text(330, y + 8, f"expert {expert}", 11, "middle", MUTED)
-            y += 13
-            for source, token in (row for row, experts in ROUTES.items() if expert in experts):
-                for x in (330, 560):
-                    canvas.rect(x - 44, y, 88, 24, *RANKS[source], r=0)
-                    canvas.text(x, y + 16, f"r{source} token {token}", 12, "middle")
-                colour = RANKS[source][1]
-                canvas.arrow(156, tokens[source, token], 284, y + 12, colour)
-                canvas.arrow(376, y + 12, 514, y + 12, GREY)
-                canvas.arrow(606, y + 12, 744, tokens[source, token], colour)
-                y += 26
-            y += 8
-    return canvas.svg()
-
-
-def over_network() -> str:
-    """Where one token's rows and sums go when its experts are in two NVLink domains."""
-    canvas = Canvas(900, 380, "One token with experts on rank 1, 2 and 3, in two NVLink domains")
-    lanes = {0: 104, 1: 164, 2: 264, 3: 324}
-    for domain, y in enumerate((66, 226)):
-        canvas.rect(14, y, 872, 136, "none", LINE, 8)
-        canvas.text(876, y + 126, f"NVLink domain {domain}", 13, "end", MUTED, bold=True)
-    for rank, y in lanes.items():
-        canvas.text(26, y + 5, f"rank {rank}", 13, fill=MUTED, bold=True)
-    for x, step in ((320, "dispatch"), (690, "combine")):
-        canvas.text(x, 40, step, 15, "middle", bold=True)
-    (own_fill, own), (other_fill, other) = RANKS
-    boxes = [
-        (120, 0, "token", own_fill, own), (270, 0, "staged", own_fill, own),
-        (420, 2, "put here", own_fill, own), (560, 1, "expert", own_fill, own),
-        (560, 2, "expert", own_fill, own), (560, 3, "expert", own_fill, own),
-        (700, 2, "domain's sum", other_fill, other), (830, 0, "sum", own_fill, own),
-    ]  # fmt: skip
-    for x, rank, what, fill, edge in boxes:
-        canvas.rect(x - 44, lanes[rank] - 14, 88, 28, fill, edge)
-        canvas.text(x, lanes[rank] + 5, what, 12.5, "middle")
-
-    def arrow(start: int, source: int, end: int, target: int, colour: str) -> None:
-        canvas.arrow(start + 46, lanes[source], end - 46, lanes[target], colour)
-
-    arrow(120, 0, 270, 0, GREY)
-    arrow(270, 0, 560, 1, own)
-    for rank in (2, 3):
-        arrow(420, 2, 560, rank, own)
-        arrow(560, rank, 700, 2, other)
-    arrow(560, 1, 830, 0, own)
-    arrow(270, 0, 420, 2, BLUES[2])
-    arrow(700, 2, 830, 0, BLUES[2])
-    canvas.text(334, 219, "one row over the network", 12, "end", BLUES[2])
-    canvas.text(754, 219, "one sum over the network", 12, "end", BLUES[2])
-    return canvas.svg()
-
-
-# Parts of a batch in the timeline; the kernels' number of phases depends on its size.
-PHASES = 4
-
-
-def layer_timeline(us: dict[str, float], measured: str) -> str:
-    """One layer in exact mode, forward and backward, as the host and the GPU see it.
-
-    Args:
-        us: medians of plan, dispatch, combine, bwd_dispatch and bwd_combine.
-        measured: their source, one line.
-    """
-    canvas = Canvas(900, 372, "Timeline of one MoE layer")
-    scale, start, experts = 0.8, 120, 132
-    plan, dispatch, combine = (us[name] * scale for name in ("plan", "dispatch", "combine"))
-
-    def box(x: float, y: float, w: float, what: str, time: str, fill: str) -> float:
-        canvas.rect(x, y, w - 2, 34, fill)
-        canvas.text(x + w / 2 - 1, y + (15 if time else 22), what, 12, "middle")
-        if time:
-            canvas.text(x + w / 2 - 1, y + 28, time, 11, "middle", INK)
-        return x + w
-
-    canvas.text(24, 34, "One MoE layer, exact mode", 16, bold=True)
-    for y, name, detail in (
-        (78, "host", "forward"),
-        (132, "GPU", "forward"),
-        (190, "inside", "CTAs of two kinds"),
-        (298, "GPU", "backward"),
-    ):
-        canvas.text(24, y, name, 13, bold=True)
-        canvas.text(24, y + 15, detail, 12, fill=MUTED)
-
-    router, light = 84, "#e4e7eb"
-    x = box(start, 62, 70, "queue plan", "", light)
-    x = box(x, 62, router + plan - 70, "wait", "counts", "#f3c6c0")
-    box(x, 62, 258, "queue dispatch, experts, combine", "", light)
-
-    x = box(start, 116, router, "router", "", light)
-    begin = x = box(x, 116, plan, "plan", f"{us['plan']:.0f}", BLUES[0])
-    x = box(x, 116, dispatch, "dispatch", f"{us['dispatch']:.0f} µs", BLUES[1])
-    canvas.line(begin, 150, begin, 244)
-    canvas.line(x - 2, 150, x - 2, 244)
-    second = x = box(x, 116, experts, "experts  (not to scale)", "", light)
-    x = box(x, 116, combine, "combine", f"{us['combine']:.0f} µs", BLUES[1])
-    canvas.line(second, 150, second, 244)
-    canvas.line(x - 2, 150, x - 2, 244)
-
-    for left, width, first, then in (
-        (begin, dispatch, "source rank: rows into its window", "destination: pulls them"),
-        (second, combine, "expert rank: adds rows, pushes", "source rank: adds the parts"),
-    ):
-        canvas.text(left + 6, 178, first, 11)
-        canvas.text(left + 26, 218, then, 11)
-        for k in range(PHASES):
-            part = (width - 30) / PHASES
-            canvas.rect(left + 4 + k * part, 184, part - 2, 14, RANKS[0][1])
-            canvas.rect(left + 24 + k * part, 224, part - 2, 14, RANKS[1][1])
-
-    x = box(start, 282, us["bwd_dispatch"] * scale, "combine's backward: dispatch",
-            f"{us['bwd_dispatch']:.0f} µs", BLUES[1])  # fmt: skip
-    x = box(x, 282, experts, "experts' backward", "(not to scale)", "#e4e7eb")
-    box(x, 282, us["bwd_combine"] * scale, "dispatch's backward: combine",
-        f"{us['bwd_combine']:.0f} µs", BLUES[1])  # fmt: skip
-    canvas.line(24, 334, 876, 334)
-    canvas.text(24, 356, measured, 12, fill=MUTED)
-    return canvas.svg()
-
-
-# Curves of the network's timeline: what each counts in a sample, its colour, and its name.  The
-# last one is dashed, because it mostly lies on another.
-CURVES = (
-    (1, BLUES[2], "bytes that have come over the link"),
-    (4, "#8b5fb0", "bytes given to the link: rows packed, or the domain's sums made"),
-    (3, "#3b8f5a", "from other domains, in place"),
-    (2, RANKS[0][1], "from the rank's own domain, over NVLink, in place"),
-)
-LEAST_SHARE = 0.05  # a kind with fewer of an operation's rows has no curve
-
-
-def network_timeline(result: dict[str, Any], measured: str) -> str:
-    """What has come over a paced link, and which rows are in place, while two operations run.
-
-    Args:
-        result: what `scripts/network_timeline.py` wrote.
-        measured: the machine and versions, one line.
-    """
-    rate, latency_us = result["gb_per_s"], result["latency_us"]
-    grid = f"{result['hosts']} x {result['ranks_on_each']} ranks"
-    canvas = Canvas(900, 438, f"A dispatch and a combine over links of {rate:g} GB/s")
-    canvas.text(24, 34, f"One rank's link of {rate:g} GB/s, {grid}", 16, bold=True)
-    names = [(colour, name) for _, colour, name in CURVES]
-    for number, (colour, name) in enumerate(
-        [*names, (GREY, "bytes over a link that is always busy")]
-    ):
-        left, low = 24 + 390 * (number % 2), 58 + 20 * (number // 2)
-        dashed = number >= len(CURVES) - 1
-        canvas.curve([(left, low - 4), (left + 22, low - 4)], colour, dashed)
-        canvas.text(left + 30, low, name, 12.5)
-    # Both panels have one scale.
-    longest_ms = max(of["samples"][-1][0] for of in result["operations"].values()) * 1e-6
-    top, height, width = 142, 220, 390
-    step = next(ms for ms in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if longest_ms / ms <= 8)
-    for left, (name, of) in zip((58, 490), result["operations"].items(), strict=True):
-        end_ns, total, *_ = of["samples"][-1]
-        whole = {1: total, 2: of["near"], 3: of["far"], 4: of["samples"][-1][4]}
-        rows = of["near"] + of["far"]
-
-        def place(ns: float, share: float, left: int = left) -> tuple[float, float]:
-            return left + width * ns * 1e-6 / longest_ms, top + height * (1 - share)
-
-        what = "rows" if name == "dispatch" else "sums"
-        canvas.text(left, top - 14, f"{name}: {rows:,} {what}, {total / 1e6:.1f} MB", 13, bold=True)
-        for share in (0, 0.25, 0.5, 0.75, 1):
-            x, y = place(0, share)
-            canvas.line(x, y, x + width, y)
-            if left < width:
-                canvas.text(x - 6, y + 4, f"{100 * share:g} %", 11, "end", MUTED)
-        for number in range(int(longest_ms / step) + 1):
-            x, y = place(number * step * 1e6, 0)
-            canvas.line(x, y, x, y + 4)
-            canvas.text(x, y + 18, f"{number * step:g}", 11, "middle", MUTED)
-        canvas.text(left + width, top + height + 34, "ms", 11, "end", MUTED)
-        start_ns = 1e3 * latency_us
-        canvas.curve([place(start_ns, 0), place(start_ns + total / rate, 1)], GREY, dashed=True)
-        for at, colour, _ in CURVES:
-            if whole[at] >= LEAST_SHARE * rows:
-                points = [place(s[0], s[at] / whole[at]) for s in of["samples"]]
-                canvas.curve([place(0, 0), *points], colour, dashed=at == CURVES[-1][0])
-        canvas.line(*place(end_ns, 0), *place(end_ns, 1), GREY)
-        x, y = place(end_ns, 0)
-        canvas.text(x - 5, y - 8, f"{end_ns * 1e-6:.2f} ms", 12, "end")
-    canvas.text(24, 424, measured, 11.5, fill=MUTED)
     return canvas.svg()

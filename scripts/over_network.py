@@ -10,7 +10,6 @@ Each case starts its ranks (`scripts/host_ranks.py`) with links of a rate and a 
     ll            low-latency mode of `native`
     put           bare puts of a word between kernels (scripts/put_latency.py)
     rounds        `native` with windows for a part of the tokens (docs/network.md)
-    timeline      what has arrived when in a dispatch and a combine (scripts/network_timeline.py)
 
 FOLDER gets a folder for each case, results.json and summary.txt; a case that runs again replaces
 its result.  A case that fails is named, and the next one runs.
@@ -32,13 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT / part) for part in (".", "scripts", "tests/network", "tests/native")]
 sys.path[:0] = PATHS
 
-import figures  # noqa: E402
 import gpu  # noqa: E402
 import loop  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
-from results import measured_on  # noqa: E402
 
 from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
+from megatron_ncclep.benchmark.table import as_text, grid  # noqa: E402
 from megatron_ncclep.cli.network_model import NetworkModel, Puts  # noqa: E402
 
 # The aims: times against bytes / rate, and what an operation of few tokens may take besides.
@@ -104,8 +102,6 @@ class Case:
         """What each rank runs, with results in `folder`."""
         config = folder / "shapes.yaml"
         config.write_text(json.dumps({"shapes": self.shapes, "timeout_s": 30}))  # JSON is YAML
-        if self.part == "timeline":
-            return [sys.executable, str(ROOT / "scripts" / "network_timeline.py"), str(folder)]
         if self.part == "put":
             return [sys.executable, str(ROOT / "scripts" / "put_latency.py"), str(folder)]
         rank = [sys.executable, str(ROOT / "scripts" / "counted_rank.py"), str(folder)]
@@ -130,8 +126,7 @@ def cases() -> list[Case]:
     ]
     put = [Case("put", grid, links[0], ()) for grid in (pairs, square)]
     rounds = [Case("rounds", pairs, 25.0, tuple(ROUNDS), samples=8)]
-    timeline = [Case("timeline", square, rate, (HT[1],)) for rate in links[:2]]
-    return [*ht, *hierarchical, *ll, *put, *rounds, *timeline]
+    return [*ht, *hierarchical, *ll, *put, *rounds]
 
 
 def network_of(case: Case) -> dict[str, str]:
@@ -214,11 +209,6 @@ def counted_against_model(
 
 def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
-    if case.part == "timeline":
-        seen = json.loads((folder / "timeline.json").read_text())
-        picture = figures.network_timeline(seen, measured_on(seen))
-        (folder / "timeline.svg").write_text(picture)
-        return {"timeline": seen["summary"]}
     if case.part == "put":
         latencies = json.loads((folder / "put.json").read_text())["latencies_us"]
         return {"put_us": quantiles(latencies, 0.5, 0.99)}
@@ -237,49 +227,32 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
 # --- text ----------------------------------------------------------------------------------------
 
 
-def align(rows: list[list[str]]) -> list[str]:
-    """The first column on the left, the others on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if at else '<'}{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def described(result: dict[str, Any]) -> list[str]:
     """The lines of a case's result."""
     lines = [f"{result['name']}: {result['problem'] or 'ok'}, {result['seconds']} s"]
-    if "timeline" in result:
-        lines += [f"  {name}: {value}" for name, value in result["timeline"].items()]
     if "put_us" in result:
         lines.append("  us, p50 and p99: {:.1f} {:.1f}".format(*result["put_us"]))
     shapes = result.get("shapes", [])
     lines += [f"  {each['shape']}: {each['problem']}" for each in shapes if each["problem"]]
     measured = [each for each in shapes if not each["problem"]]
-    if measured and "aim_us" in measured[0]:
-        rows = [["  us, p50 and p99", *(f"{way} (aim)" for way in measured[0]["aim_us"])]]
-        for each in measured:
+    rows = []
+    for each in measured:
+        passes = each["passes"]
+        if "aim_us" in each:
+            head = ["  us, p50 and p99", *(f"{way} (aim)" for way in each["aim_us"])]
             cells = [
-                f"{each['passes'][way]['p50_us']:.1f} {each['passes'][way]['p99_us']:.1f} "
-                f"({aim:.0f})"
+                f"{passes[way]['p50_us']:.1f} {passes[way]['p99_us']:.1f} ({aim:.0f})"
                 for way, aim in each["aim_us"].items()
             ]
-            rows.append([f"  {each['shape']}", *cells])
-        lines += align(rows)
-    elif measured:
-        rows = [["  us", "bytes / rate", "plan", *PASSES, f"<= {HT_AIM}", "rounds"]]
-        for each in measured:
-            cells = [
-                f"{each['passes'][p]['median_us']:.0f} ({each['ratio'][p]:.2f})" for p in PASSES
-            ]
+        else:
+            head = ["  us", "bytes / rate", "plan", *PASSES, f"<= {HT_AIM}", "rounds"]
+            times = [f"{passes[p]['median_us']:.0f} ({each['ratio'][p]:.2f})" for p in PASSES]
             met = {True: "yes", False: "NO", None: "-"}[each["met"]]
-            plan = f"{each['passes']['plan']['median_us']:.0f}"
-            numbers = [f"{each['least_us']:.0f}", plan, *cells, met, str(each["rounds"])]
-            rows.append([f"  {each['shape']}", *numbers])
-        lines += align(rows)
+            plan = f"{passes['plan']['median_us']:.0f}"
+            cells = [f"{each['least_us']:.0f}", plan, *times, met, str(each["rounds"])]
+        rows.append([f"  {each['shape']}", *cells])
+    if rows:
+        lines.append(as_text(grid(head, rows)))
     if counted := result.get("counted"):
         said = "DIFFERENT" if counted["differs"] else "the same"
         gigabytes = [f"{counted[name] / 1e9:.3f}" for name in ("put", "came", "model")]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import posixpath
 import re
 import sys
@@ -24,15 +23,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import comparison  # noqa: E402
 import figures  # noqa: E402
-from results import RESULTS, measured_on, read, step_tflops, subjects, table  # noqa: E402
+from results import RESULTS, measured_on, read, step_tflops, table  # noqa: E402
 
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
 
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
-ENGINES = RESULTS / "2026-11-22-2xH200-native" / "bench.json"
-NETWORK = RESULTS / "2026-11-27-network" / "timeline.json"
 
 # Subjects of layers and trainings, and their names in README.md's picture.
 BASELINE = "alltoall_fused"
@@ -44,7 +41,6 @@ ADDED = {
     f"{OURS}:grouped:full_iteration": "+ one CUDA graph",
 }
 DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
-TIMELINE_SHAPE = "deepseek-v3"
 
 HOME = "README.md"
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
@@ -101,15 +97,6 @@ def steps_table(training: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def timeline(engines: dict[str, Any]) -> str:
-    """One layer with the times of the engine's passes."""
-    passes = subjects(engines, "shapes")[TIMELINE_SHAPE]["native"]["passes"]
-    us = {name: found["median_us"] for name, found in passes.items()}
-    text = f"engine native, {TIMELINE_SHAPE}'s shape, bf16, kernels timed one by one; "
-    machine = f"{engines['machine']['gpus']} x {engines['machine']['gpu']}"
-    return figures.layer_timeline(us, f"{text}{machine}, {engines['date'][:10]}")
-
-
 def options_table() -> str:
     """Every option of EpConfig, from the code."""
     rows = []
@@ -134,16 +121,10 @@ def _cell(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    seen = json.loads(NETWORK.read_text())
     parts = {"steps": steps_table(read(TRAINING)), "options": options_table(),
              "variables": variables_table()}  # fmt: skip
     parts |= comparison.tables()
-    drawn = {
-        "gains": gains(), "data-flow": figures.data_flow(), "over-network": figures.over_network(),
-        "layer-timeline": timeline(read(ENGINES)),
-        "network-timeline": figures.network_timeline(seen, measured_on(seen)),
-        "libraries": comparison.figure(),
-    }  # fmt: skip
+    drawn = {"gains": gains(), "libraries": comparison.figure()}
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
     for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text()

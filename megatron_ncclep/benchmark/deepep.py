@@ -11,26 +11,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ncclep.benchmark import Setting, Subject, UnavailableError, excused
-from megatron_ncclep.benchmark.engines import (
-    COMBINES,
-    deviation,
-    difference,
-    places,
-    put,
-    results_problem,
-)
+from megatron_ncclep.benchmark.engines import places, put, results_problem
 from megatron_ncclep.benchmark.job import DEEPEP, FUSED, split_name
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.engines.nccl_ep.engine import CAPS
 from megatron_ncclep.libraries.nccl_ep import environment
-from megatron_ncclep.testing.table_oracle import table_combine
 
 PACKAGE = "deep_ep"
 # Subject -> the class that it needs, and the branch of github.com/deepseek-ai/DeepEP with it.
@@ -112,42 +103,10 @@ class _BufferSubject(Subject):
             "dispatch": (rows[place], w[place].masked_fill(padding, 0)),
             "bwd_dispatch": (again[place], None),
         }
-        sums = {
-            "combine": self._combine(_put(work.y, place)),
-            "bwd_combine": self._combine(_put(work.grad_rows, place), put(work.grad_row_w, place)),
-        }
-        return results_problem(results, work, CAPS) or sums_problem(sums, work)
-
-
-def _put(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    moved = put(rows, place)
-    assert moved is not None  # rows were given
-    return moved
-
-
-def sums_problem(results: Mapping[str, tuple[Any, Any]], work: Workload) -> str | None:
-    """Say what is wrong with the results of combines on this rank, if anything is.
-
-    Sums may be off by `ROUNDINGS`: their terms are positive.  Weights are moved, and so exact.
-    """
-    case, rank = work.case, work.rank
-    tolerance = ROUNDINGS * torch.finfo(case.dtype).eps / 2
-    for name, (actual, actual_w) in results.items():
-        kind, kind_w = COMBINES[name]
-        rows, w = table_combine(
-            work.tables, list(case.tokens), rank, case.top_k,
-            [part.float() for part in work.every(kind)],
-            None if kind_w is None else work.every(kind_w),
-        )  # fmt: skip
-        if actual.shape != rows.shape or actual.dtype != case.dtype:
-            problem: str | None = f"rows: {actual.dtype} {list(actual.shape)}"
-        else:
-            problem = deviation(actual.float(), rows, tolerance * rows, f"{tolerance:.2%}")
-        if w is not None:
-            problem = problem or difference(actual_w, w, "weights")
-        if problem:
-            return f"{name}: rank {rank}, {problem}"
-    return None
+        moved, moved_w = put(work.grad_rows, place), put(work.grad_row_w, place)
+        results["combine"] = self._combine(put(work.y, place))
+        results["bwd_combine"] = self._combine(moved, moved_w)
+        return results_problem(results, work, CAPS, roundings=ROUNDINGS)
 
 
 class DeepEpSubject(_BufferSubject):

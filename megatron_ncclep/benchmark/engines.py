@@ -42,14 +42,17 @@ COMBINES = {"combine": (shapes.Y, None), "bwd_combine": (shapes.GRAD_ROWS, shape
 
 
 def results_problem(
-    results: Results, work: Workload, caps: EngineCaps, nodes: Nodes | None = None
-) -> str | None:
+    results: Results, work: Workload, caps: EngineCaps, nodes: Nodes | None = None,
+    roundings: int = 0,
+) -> str | None:  # fmt: skip
     """Say what is wrong with the results of the four passes on this rank, if anything is.
 
     Args:
         results: pass -> (rows, weights or None), as the engine interface returns them.
         work: the input.
         caps, nodes: of the engine: the order of rows and of sums.
+        roundings: of a sum whose order the library chooses, and whose terms are positive; 0: sums
+            are compared to the bit, as everything else is.
     """
     case, rank = work.case, work.rank
     of_sums = None if nodes is None else nodes.ranks_on_each
@@ -62,10 +65,17 @@ def results_problem(
             rows, w = table_dispatch(tables[rank], sent, sent_w)
         else:
             rows, w = table_combine(
-                tables, list(case.tokens), rank, case.top_k, sent, sent_w,
-                caps.reduction == EVERY_PART_ROUNDED, of_sums,
+                tables, list(case.tokens), rank, case.top_k,
+                [part.float() for part in sent] if roundings else sent, sent_w,
+                caps.reduction == EVERY_PART_ROUNDED and not roundings, of_sums,
             )  # fmt: skip
-        problem = difference(actual, rows)
+        if name in DISPATCHES or not roundings:
+            problem = difference(actual, rows)
+        elif actual.shape != rows.shape or actual.dtype != case.dtype:
+            problem = f"rows: {actual.dtype} {list(actual.shape)}"
+        else:
+            bound = roundings * torch.finfo(case.dtype).eps / 2
+            problem = deviation(actual.float(), rows, bound * rows, f"{bound:.2%}")
         if w is not None:
             problem = problem or difference(actual_w, w, "weights")
         if problem:
@@ -264,7 +274,7 @@ def places(workload: Workload, rank: int, rows: torch.Tensor) -> torch.Tensor:
     return place
 
 
-def put(rows: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor | None:
+def put(rows: Any, place: torch.Tensor | None) -> Any:
     """Return `rows` [n, ...], if any, with row i at `place[i]`; None: unchanged."""
     if rows is None or place is None:
         return rows

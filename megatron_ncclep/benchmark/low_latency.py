@@ -187,9 +187,7 @@ class LibraryLowLatencySubject(LowLatencySubject):
             weights=torch.where(experts >= 0, in_order(got.weights), 0),
         )  # fmt: skip
         problem = self._dispatch_problem(received)
-        y = engines.put(self._y.flatten(0, 1), place)
-        assert y is not None
-        out = self.combine(y.view_as(self._y))
+        out = self.combine(engines.put(self._y.flatten(0, 1), place).view_as(self._y))
         return problem or self._combine_problem(out)
 
     def _places(self, got: LowLatencyRows) -> torch.Tensor:

@@ -149,7 +149,9 @@ def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any
         panel.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.5, label="limit")
     _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
-    panel.set_title(f"{table.sizes(result['shape'])}{computing}", fontsize=10)
+    shape = result["shape"]
+    head = f"{shape['name']}: T {shape['tokens']}, {table.sizes(shape)}{computing}"
+    panel.set_title(head, fontsize=10)
 
 
 def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:
@@ -230,7 +232,7 @@ def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
     panel.set_xlabel("tokens of a rank")
     panel.set_ylabel("microseconds, p50 to p99")
     where = "" if all(result["on_gpu"] for result in results) else ", ON A CPU"
-    panel.set_title(f"low-latency mode{where}: {table.pair_sizes(results[0])}", fontsize=10)
+    panel.set_title(f"low-latency mode{where}: {table.sizes(results[0]['shape'])}", fontsize=10)
     panel.grid(alpha=0.3)
 
 

@@ -7,12 +7,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ncclep.benchmark.table import align, wrapped
+from megatron_ncclep.benchmark.table import as_text, grid
 from megatron_ncclep.errors import InputError
 
 # `native` puts the rows of a dispatch or a combine in at most so many messages, its phases.
 MOST_PHASES = 9
 CHUNK = 128  # tokens that its kernels take together
+# Heads of the tables.
+HEAD = "nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"
+PUTS_HEAD = (
+    "nodes", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB", "rounds", "window GB",
+)  # fmt: skip
 # It takes more rounds until a rows window has at most so many bytes, or a round so few tokens.
 MOST_WINDOW_BYTES, LEAST_ROUND_TOKENS = 2 << 30, 512
 
@@ -195,9 +200,7 @@ def names() -> list[str]:
 
 def render(model: NetworkModel) -> str:
     """The model's values for 2 to 64 nodes, as far as there are experts for them, as text."""
-    rows = [["nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"]]
-    puts = [["nodes", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB"]]
-    puts[0] += ["rounds", "window GB"]
+    rows, puts = [], []
     for nodes in (2, 4, 8, 16, 32, 64):
         if model.num_experts % (nodes * model.ranks_on_each):
             continue
@@ -231,4 +234,4 @@ def render(model: NetworkModel) -> str:
         "with the engine 'native' over GIN: an exact plan, and dispatch and combine with weights, "
         f"in {MOST_PHASES} phases a round, the most; and its window for rows."
     )
-    return "\n".join([wrapped(head), "", *align(rows), "", wrapped(network), "", *align(puts)])
+    return as_text(head, "", grid(HEAD, rows), "", network, "", grid(PUTS_HEAD, puts))

@@ -59,16 +59,12 @@ class EngineCaps:
         refused.
         moves_bytes: dispatch moves rows of bytes (uint8) too, whatever they encode.
         slot_order: the order of rows in a block, one of SLOT_ORDERS.
-        max_rows: most rows that one rank may receive.
         max_tokens: most tokens on one rank; None: no limit, as with the next two.
         max_top_k: most assignments of one token.
         max_local_experts: most experts on one rank.
         low_latency_tokens: most tokens of a rank in low-latency mode; 0: the engine has none.
         min_ranks: ranks of the smallest group that it serves.
         captures_static: in static mode no call waits for the device: a CUDA graph can capture all.
-        compares_on_device: dispatch and combine, and plan in static mode, do not wait for other
-            hosts unless the option check_calls is set: the devices compare arguments, and a later
-            call raises the errors.
     """
 
     name: str
@@ -78,14 +74,12 @@ class EngineCaps:
     options: frozenset[str]
     moves_bytes: bool = False
     slot_order: str = BY_RANK
-    max_rows: int = 2**31 - 1
     max_tokens: int | None = None
     max_top_k: int | None = None
     max_local_experts: int | None = None
     low_latency_tokens: int = 0
     min_ranks: int = 1
     captures_static: bool = False
-    compares_on_device: bool = False
 
 
 @dataclass(eq=False)
@@ -194,8 +188,8 @@ class Engine(Protocol):
 
         Raises:
             InputError: on every rank, when an argument is wrong on any or ranks differ in hidden
-                size, dtype or plan; with `caps.compares_on_device` a RefusedError, on the other
-                ranks at their next call or `megatron_ncclep.check()`.
+                size, dtype or plan; where devices compare them a RefusedError, on the other ranks
+                at their next call or `megatron_ncclep.check()`.
             PeerError: a rank died, did not come in time, or is in a different call.
             GroupClosedError: the engine, its group or the process group was closed.
         """

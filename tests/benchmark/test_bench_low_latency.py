@@ -73,8 +73,8 @@ def test_numbers_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     text = render(result)
     lines = [line.split() for line in text.splitlines()]
     for row in (
-        "1 native 57.0 106.0 56.0 105.0 63.0 112.0 14.3 30.0 ok",
-        "8 native 57.0 106.0 56.0 105.0 70.0 119.0 114.7 30.0 ok",
+        "native, T 1 57.0 106.0 56.0 105.0 63.0 112.0 14.3 30.0 ok",
+        "native, T 8 57.0 106.0 56.0 105.0 70.0 119.0 114.7 30.0 ok",
     ):
         assert row.split() in lines
     assert text.count("low-latency mode: H 7168, E 256, K 8, bfloat16") == 1

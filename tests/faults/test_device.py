@@ -17,7 +17,7 @@ from rank import DEADLINE_S
 
 pytestmark = [
     pytest.mark.needs_ranks(2),
-    pytest.mark.needs_caps(test=lambda caps: caps.compares_on_device),
+    pytest.mark.needs_caps(test=lambda caps: caps.name == "native"),
 ]
 
 

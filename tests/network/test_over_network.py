@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -96,20 +95,6 @@ def test_native_is_compared_with_the_same_links_and_shape(script: Any) -> None:
         results[each.name] = {"shapes": [script.rows_against_link(each, found(**times))]}
     (line,) = script.compared(results)
     assert "small: 1.20 (1.50 1.25 1.20 1.00); >= 1.3: NO" in line
-
-
-def test_a_timeline_is_drawn(script: Any) -> None:
-    """The dashed line of the link ends where all bytes have passed it."""
-    end = [4_000_000, 25_000_000, 10, 90, 25_000_000]
-    of = {"near": 10, "far": 90, "samples": [[2_000_000, 5_000_000, 10, 0, 25_000_000], end]}
-    result = {"gb_per_s": 12.5, "latency_us": 3, "hosts": 2, "ranks_on_each": 2}
-    result["operations"] = {"dispatch": of, "combine": {**of, "near": 1, "far": 99}}
-    svg = ElementTree.fromstring(script.figures.network_timeline(result, "by hand"))
-    curves = [each.attrib for each in svg if each.get("stroke-width") == "2"]
-    assert len(curves) == 5 + 5 + 4  # legend, dispatch, combine, of which one sum stays near
-    *_, last = (each["d"] for each in curves if "stroke-dasharray" in each)
-    x = [float(point.split()[0]) for point in last[1:].split("L")]
-    assert x[1] - x[0] == pytest.approx(390 * 2.0 / 4.0, abs=0.1)
 
 
 RANK = """

@@ -40,7 +40,6 @@ CAPS = EngineCaps(
     max_top_k=extension.limit("MAX_TOP_K"),
     max_local_experts=extension.limit("MAX_LOCAL_EXPERTS"),
     captures_static=True,
-    compares_on_device=True,
     low_latency_tokens=extension.limit("LOW_LATENCY_TOKENS") or 0,
 )
 # Of ranks in several NVLink domains.

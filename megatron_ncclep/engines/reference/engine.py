@@ -46,6 +46,7 @@ from megatron_ncclep.ranks.all_to_all import exchange_lists
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
 
+MAX_ROWS = 2**31 - 1  # that one rank may receive: a row's number is an int32
 CAPS = EngineCaps(
     name="reference",
     reduction=SOURCE_PART_UNROUNDED,
@@ -276,15 +277,15 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         if self.config.max_recv_rows is not None:
             return
         padding = self.num_local_experts * (self.config.block_alignment - 1)
-        if all_routes.numel() + padding <= self.caps.max_rows:
+        if all_routes.numel() + padding <= MAX_ROWS:
             return
         ranks = all_routes[all_routes != NOT_ROUTED] // self.num_local_experts
         for rank, assignments in enumerate(ranks.bincount(minlength=self.group.size).tolist()):
             rows = assignments + padding
-            if rows > self.caps.max_rows:
+            if rows > MAX_ROWS:
                 raise InputError(
                     f"plan: rank {rank} would receive up to {rows} rows, more than the "
-                    f"{self.caps.max_rows} that a row number can name: use smaller micro-batches"
+                    f"{MAX_ROWS} that a row number can name: use smaller micro-batches"
                 )
 
     def _rows_from_sources(self, numbers: list[list[int]]) -> torch.Tensor:
