@@ -174,8 +174,9 @@ class _Accumulating(Subject):
 
         def clock() -> Any:
             self._shared.zero_grad_buffer()
-            if self._variant.grouped:
-                for weight in self._shared.module.experts.parameters():
+            module = self._shared.module
+            if self._variant.grouped and module.config.gradient_accumulation_fusion:
+                for weight in module.experts.parameters():
                     weight.grad_added_to_main_grad = True
             return timed()
 

@@ -103,11 +103,7 @@ def overwrite_rows(dispatcher: Any) -> None:
 
 
 def test_layers_share_weights_and_free_them(ctx: RankContext) -> None:
-    """Two subjects of one run share weights, are timed in turns, and free the weights.
-
-    This package's experts tell the hooks that they have added their gradients, and Megatron's, on a
-    CPU, leave it to the hooks.
-    """
+    """Two subjects of one run share weights, are timed in turns, and free the weights."""
     workload = Workload(CASES["fp32"], ctx.rank, FFN)
     both = [prepared_on(ctx, name, workload) for name in (LAYERS[0], GROUPED)]
     kinds = [type(prepared._layer.experts).__name__ for prepared in both]
