@@ -9,8 +9,9 @@ wrapped here.  `HOOKS` in hooks.py lists which module each function changes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 from megatron_ncclep.config import AUTO, DROP, RERUN, EpConfig
@@ -39,6 +40,8 @@ _SCHEDULES = (
 _ARGUMENTS = ["data_iterator", "model", "forward_only"]
 # Where a model keeps its `Reruns` or `CheckedEvaluations`; False: it needs neither.
 _ATTRIBUTE = "_ncclep_reruns"
+# On each part of a model: whether Megatron's buffers hold gradients of a step before.
+_HAS_GRADIENTS = "_ncclep_has_gradients"
 # More than any word of a shortage: a rank could not run the step again.
 _REFUSED = 1 << 62
 
@@ -59,7 +62,7 @@ def change_full_iteration(original: Any) -> Any:
             return original(self, *args, **kwargs)
         if isinstance(steps, Reruns):
             steps.warmup_steps = self.cuda_graph_warmup_steps
-        return steps.run(functools.partial(original, self), self.forward_backward_func, kwargs)
+        return steps.run(partial(original, self), self.forward_backward_func, kwargs)
 
     return call
 
@@ -127,11 +130,17 @@ class Reruns:
         self._state = ModelState(chunks)
         self._ranks = TrainingRanks(options)
         self._is_running = False
-        self._has_gradients = False  # from a step before, in Megatron's buffers
         for chunk in chunks:
-            self._watch(chunk)
+            if hasattr(chunk, "zero_grad_buffer"):
+                # A copy of the model gets a method of its own.
+                call = partial(_zero_grad_buffer, vars(chunk).get("zero_grad_buffer"))
+                chunk.zero_grad_buffer = MethodType(call, chunk)
         self.limit = FollowedLimit() if options.max_recv_rows == AUTO else None
         self.num_steps = self.num_reruns = self.warmup_steps = 0
+
+    def __reduce__(self) -> Any:
+        """A copy of the model, or one from a file, makes its own."""
+        return type(None), ()
 
     def run(
         self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]
@@ -149,13 +158,15 @@ class Reruns:
         """
         if self._is_running:  # the schedule inside of a FullCudaGraphWrapper
             return first(**arguments)
-        _check(self._chunks, arguments, self._has_gradients)
+        _check(self._chunks, arguments)
         self._is_running = True
         try:
             return self._run(first, again, arguments)
         finally:
             self._is_running = False
-            self._has_gradients |= not arguments.get("forward_only")
+            if not arguments.get("forward_only"):
+                for chunk in self._chunks:
+                    setattr(chunk, _HAS_GRADIENTS, True)
 
     def _run(self, first: Any, again: Any, arguments: dict[str, Any]) -> Any:
         batches, before = Batches(arguments.get("data_iterator")), Snapshot(self._state)
@@ -210,18 +221,6 @@ class Reruns:
         for engines in self._state.engines:
             engines.follow(self.limit.factor)
 
-    def _watch(self, chunk: Any) -> None:
-        """Take note of when a training loop clears the gradients of a part of the model."""
-        original = getattr(chunk, "zero_grad_buffer", None)
-        if original is None:
-            return
-
-        def zero_grad_buffer() -> None:
-            self._has_gradients = False
-            original()
-
-        chunk.zero_grad_buffer = zero_grad_buffer
-
     def _zero_gradients(self) -> None:
         """Clear all gradients as a training loop does before a step."""
         for chunk in self._chunks:
@@ -243,7 +242,13 @@ class Reruns:
             )
 
 
-def _check(chunks: list[Any], arguments: dict[str, Any], has_gradients: bool) -> None:
+def _zero_grad_buffer(own: Callable[[], None] | None, chunk: Any) -> None:
+    """DDP's method, or this chunk's `own`; also notes that no gradients of steps are left."""
+    setattr(chunk, _HAS_GRADIENTS, False)
+    type(chunk).zero_grad_buffer(chunk) if own is None else own()
+
+
+def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
     """Refuse models whose steps cannot be run again, or were not tested.
 
     Raises:
@@ -262,7 +267,7 @@ def _check(chunks: list[Any], arguments: dict[str, Any], has_gradients: bool) ->
             f"a model in {type(chunks[0]).__name__}: only Megatron's DistributedDataParallel was "
             "tested"
         )
-    elif has_gradients and not arguments.get("forward_only"):
+    elif not arguments.get("forward_only") and any(vars(c).get(_HAS_GRADIENTS) for c in chunks):
         problem = (
             "gradients of several calls of the schedule that add up: earlier ones would be cleared "
             "with those of a step that is run again; call zero_grad_buffer() before each call, and "

@@ -87,6 +87,20 @@ def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: Mod
     assert copy.deepcopy(steps) is None  # a copy of the model makes its own
 
 
+def test_a_copy_of_a_model_clears_its_own_gradients(ctx: RankContext) -> None:
+    """It cleared the gradients of the model that it was a copy of."""
+    model = model_of(ctx, WHOLE, RERUN)
+    model.gradients(0)
+    chunk: Any = model.wrapped[0]
+    assert chunk._ncclep_has_gradients
+    other = copy.copy(chunk)
+    for name in ("zero_grad_buffer", "_ncclep_reruns"):
+        setattr(other, name, copy.deepcopy(getattr(chunk, name), {id(chunk): other}))
+    assert other._ncclep_reruns is None
+    other.zero_grad_buffer()
+    assert (chunk._ncclep_has_gradients, other._ncclep_has_gradients) == (True, False)
+
+
 def test_a_step_before_an_evaluation_is_blamed_itself(ctx: RankContext) -> None:
     """A step whose optimizer did not run, after an overflow of gradients for example."""
     model = model_of(ctx, REPLICAS, RAISE)
