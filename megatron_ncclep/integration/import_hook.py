@@ -87,7 +87,7 @@ class Finder(importlib.abc.MetaPathFinder):
         package, _, inside = fullname.partition(".")
         if inside and package in self.preparations:
             self.guard(*self.preparations.pop(package))
-        if fullname not in self.changes:
+        if fullname not in self.changes or self not in sys.meta_path:  # somebody may have saved it
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
         finders = [finder for finder in behind if hasattr(finder, "find_spec")]

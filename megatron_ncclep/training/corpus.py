@@ -98,6 +98,8 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     """
     files: list[Path] = []
     for name in paths:
+        if not name:
+            raise InputError("--text '': name a file or a folder; '.' is this folder")
         path = Path(name)
         if path.is_dir():
             for entry in sorted(path.rglob("*")):

@@ -128,9 +128,11 @@ class Job:
         if "ncclep" in self.dispatchers():
             EpConfig.resolve(**self.options)
         try:
-            if not self.resume:
-                self._make_room()
+            earlier = [] if self.resume else self._earlier_results()
             prepared = corpus.prepare(self.text, self.data_folder)
+            prepared.check_length(settings["seq-length"])
+            for path in earlier:  # not before everything else is right
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         except OSError as error:
             # A write to a full disk names no file.
             path, out = Path(error.filename or self.out), Path(self.out)
@@ -139,7 +141,6 @@ class Job:
             if not is_text:
                 remedy = "make room for --out, or give another folder that can be written"
             raise InputError(f"{path}: {error.strerror}: {remedy}") from error
-        prepared.check_length(settings["seq-length"])
         if self.resume:
             if not checkpoint.latest_step(self.checkpoints(self.dispatcher)):
                 raise InputError(
@@ -154,8 +155,10 @@ class Job:
                     self.expert_parallel,
                 )
 
-    def _make_room(self) -> None:
-        """Remove the results of an earlier run from `out`, and nothing else."""
+    def _earlier_results(self) -> list[Path]:
+        """The results of an earlier run in `out`, which may be replaced."""
+        if not self.out:
+            raise InputError("--out is empty: name a folder, such as runs/train")
         out = Path(self.out)
         folders = [out, *(out / dispatcher for dispatcher in DISPATCHERS)]
         results = [
@@ -171,5 +174,4 @@ class Job:
                 f"--out {self.out} already holds a run ({results[0].name}): give {go_on}"
                 "--overwrite to replace it, or another --out"
             )
-        for path in results:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return results

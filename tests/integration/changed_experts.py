@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
 from torch import nn
 from torch.nn.utils import parametrize
@@ -129,6 +131,13 @@ def replace_experts(layer: Any, seen: Seen) -> None:
     layer.experts = Around(layer.experts, seen)
 
 
+def copy_experts(layer: Any, seen: Seen) -> None:
+    """As for an average; Megatron's modules hold process groups, which a copy shares."""
+    shared: Any = {dist.ProcessGroup: lambda group, memo: group}
+    with mock.patch.dict(copy._deepcopy_dispatch, shared):  # type: ignore[attr-defined]
+        layer.experts = copy.deepcopy(layer.experts)
+
+
 def hook_gradients(layer: Any, seen: Seen) -> None:
     for weight in weights(layer):
         weight.register_hook(lambda grad: 0.25 * grad)
@@ -181,6 +190,7 @@ CHANGES = {
     "another class of the experts": Change(replace_class_of_experts, "of the class Watched"),
     "parametrization": Change(add_parametrization, "is now of the class Parametrized", fuses=False),
     "another module as experts": Change(replace_experts, "the layer's experts are now a Around"),
+    "a copy as experts": Change(copy_experts),
     "gradient hooks": Change(hook_gradients, fuses=False),
     "another loss": Change(do_nothing, loss=3.0, fuses=False),
     "frozen": Change(freeze),

@@ -105,6 +105,9 @@ def test_missing_empty_and_short_text(
         ("--set lr=0.1 --set lr=0.2", "--set lr=0.2: lr is set twice"),
         ("--set num-layers=two --set lr=0.1", "num-layers: 'two' is str, must be int"),
         ("--text /no/such/place --text /dev/null", "/no/such/place: no such file or folder"),
+        # An unset variable: all files here were the text, and folders here were removed.
+        ("--text ''", "--text '': name a file or a folder"),
+        ("--out ''", "--out is empty: name a folder"),
         # Tracebacks of all ranks, half a minute later, in the router or the attention.
         ("--set moe-router-topk=9", "moe-router-topk 9 is more than num-experts 8"),
         (

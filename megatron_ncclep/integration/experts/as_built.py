@@ -34,6 +34,7 @@ class AsBuilt:
             (
                 module,
                 type(module),
+                type(module).forward,
                 dict(module._modules),
                 list(map(type, module._parameters.values())),
                 vars(module).get("activation_func"),
@@ -47,7 +48,7 @@ class AsBuilt:
         Every pass asks, so this looks at attributes only: 2 us of host time for three modules.
         """
         if self.found is None:
-            for module, kind, children, parameters, activation in self._built:
+            for module, kind, forward, children, parameters, activation in self._built:
                 own = module.__dict__
                 if (
                     module.__class__ is not kind
@@ -55,17 +56,18 @@ class AsBuilt:
                     or own["_backward_hooks"]
                     or own["_backward_pre_hooks"]
                     or "forward" in own
+                    or kind.forward is not forward
                     or own["_modules"] != children
                     or list(map(type, own["_parameters"].values())) != parameters
                     or own.get("activation_func") is not activation
                     or any(map(_is_users, own["_forward_pre_hooks"].values()))
                 ):
-                    self.found = self._words(module, kind, children, activation)
+                    self.found = self._words(module, kind, forward, children, activation)
                     break
         return self.found
 
     def _words(
-        self, module: nn.Module, kind: type, children: dict[str, Any], activation: Any
+        self, module: nn.Module, kind: Any, forward: Any, children: dict[str, Any], activation: Any
     ) -> str:
         """What is not as it was built on this module."""
         named = self._built[0][0].named_modules()
@@ -78,7 +80,7 @@ class AsBuilt:
                 return f"{where} has {hook}"
         if any(map(_is_users, module._forward_pre_hooks.values())):
             return f"{where} has a forward pre-hook"
-        if "forward" in own:
+        if "forward" in own or kind.forward is not forward:
             return f"{where} has another forward"
         for child in children.keys() | module._modules.keys():
             now, before = module._modules.get(child), children.get(child)

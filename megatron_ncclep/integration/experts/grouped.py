@@ -187,18 +187,23 @@ class GroupedLocalExperts(GroupedExperts, SequentialMLP):
             yield expert.linear_fc2
 
 
+# Where the classes of experts' modules are that grouped experts know.
+_KNOWN_MODULES = ("megatron.core.", "transformer_engine.", "torch.nn.")
 _GROUPED = {TEGroupedMLP: GroupedTEExperts, SequentialMLP: GroupedLocalExperts}
 
 
 def class_problem(experts: Any) -> str | None:
-    """Say so if the experts are of a class whose `forward` would be lost."""
-    if type(experts) in _GROUPED:
-        return None
+    """Say so if the experts or their linears are of a class whose `forward` would be lost."""
     names = " and ".join(known.__name__ for known in _GROUPED)
-    return (
-        f"experts of the class {type(experts).__name__}: it replaces {names}, which "
-        "Megatron's own layer specs build"
-    )
+    if type(experts) not in _GROUPED:
+        return (
+            f"experts of the class {type(experts).__name__}: it replaces {names}, which "
+            "Megatron's own layer specs build"
+        )
+    for name, module in experts.named_modules():
+        if not type(module).__module__.startswith(_KNOWN_MODULES):
+            return f"{name} of the class {type(module).__name__} in the experts of a layer's spec"
+    return AsBuilt(experts).change()
 
 
 def group_experts(experts: Any, last_expert_first: bool = False) -> None:

@@ -92,10 +92,18 @@ class GroupedInLayer:
         Raises:
             UnsupportedError: the same, if the options ask for grouped experts.
         """
-        built, now = self.experts.as_built, self._modules["experts"]
-        if now is not self.experts and built.found is None:
-            built.found = f"the layer's experts are now a {type(now).__name__}"
+        now = self._modules["experts"]
+        if now is not self.experts and "as_built" in vars(now):
+            self.experts = now  # another layer's, or a copy: they need the same order
+        built = self.experts.as_built
+        if self._is_asked_for:
+            built.found = None  # it may have been removed
         found: str | None = built.change()
+        if now is not self.experts:
+            found = f"the layer's experts are now a {type(now).__name__}"
+            for module in now.modules():  # grouped ones inside get their rows in Megatron's order
+                if (of_module := vars(module).get("as_built")) is not None:
+                    of_module.found = found
         if found is not None and self._is_asked_for:
             from megatron_ncclep.integration.experts.refusals import unsupported
 

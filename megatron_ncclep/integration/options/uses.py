@@ -19,30 +19,36 @@ def notices(use: Callable[[], None]) -> Change:
     that; every one of these assignments goes through `__setattr__`.
     """
 
+    def asks(name: str, value: Any) -> bool:
+        if name == NAME:
+            return value is not None
+        return name in (TYPE_FIELD, INFERENCE_FIELD) and value == NAME
+
     @replaces("TransformerConfig.__setattr__", [])
     def noticing(original: Any) -> Any:
         def set_attribute(self: Any, name: str, value: Any) -> None:
-            if name == NAME:
-                is_ours = value is not None
-            else:
-                is_ours = name in (TYPE_FIELD, INFERENCE_FIELD) and value == NAME
-            if is_ours:
+            if asks(name, value):
                 use()
             original(self, name, value)
 
         return set_attribute
 
+    def set_state(self: Any, state: Any) -> None:
+        """A copy's, or an unpickled config's: what Python does without it.
+
+        Not through `__setattr__`: a subclass's may refuse, or need what is not there yet.
+        """
+        fields, slots = state if isinstance(state, tuple) else (state, None)
+        vars(self).update(fields or {})
+        for name, value in (slots or {}).items():
+            setattr(self, name, value)
+        if any(asks(name, value) for name, value in vars(self).items()):
+            use()
+
     def change(module: ModuleType) -> None:
         noticing(module)
         config_class: Any = module.TransformerConfig
         if not hasattr(config_class, "__setstate__"):
-            config_class.__setstate__ = _set_state
+            config_class.__setstate__ = set_state
 
     return change
-
-
-def _set_state(self: Any, state: Any) -> None:
-    """A copy's, or an unpickled config's: what Python does without it, through `__setattr__`."""
-    for part in state if isinstance(state, tuple) else (state,):
-        for name, value in (part or {}).items():
-            setattr(self, name, value)

@@ -190,5 +190,9 @@ class _Copier:
         if tensor.is_inference():  # such a tensor has no version
             with torch.inference_mode():
                 return tensor.clone()
+        if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
+            return (
+                tensor.clone()
+            )  # somebody else's memory, such as an array's: changes are not seen
         self._versions.append((tensor, tensor._version))
         return tensor

@@ -98,6 +98,21 @@ def test_a_tensor_that_changes_is_noticed_in_any_batch(index: int) -> None:
     assert "a tensor of a micro-batch was changed in place" in str(problem)
 
 
+def test_a_buffer_that_a_loader_fills_again_is_kept_by_value() -> None:
+    """The step was run again with the last micro-batch in place of all."""
+    buffer = numpy.zeros(3)
+
+    def refill() -> Iterator[torch.Tensor]:
+        for number in (1, 2):
+            buffer[:] = number
+            yield torch.from_numpy(buffer)
+
+    batches = Batches(refill())
+    assert [int(item[0]) for item in batches.first()] == [1, 2]
+    assert batches.problem([True], 2) is None
+    assert [int(item[0]) for item in batches.again()] == [1, 2]
+
+
 def test_arrays_and_tensors_without_versions_are_kept_by_value() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(2)

@@ -54,6 +54,19 @@ def test_what_users_put_on_experts(ctx: RankContext, name: str) -> None:
         assert "with experts='auto'" in str(caught.value)
 
 
+def test_a_class_that_is_changed() -> None:
+    from megatron_ncclep.integration.experts.as_built import AsBuilt
+
+    class Linear(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows)
+
+    built = AsBuilt(torch.nn.Sequential(Linear(2, 2)))
+    assert built.change() is None
+    Linear.forward = lambda self, rows: rows  # type: ignore[method-assign]
+    assert built.change() == "0 (Linear) has another forward"
+
+
 def test_a_graph_is_not_captured(ctx: RankContext) -> None:
     from megatron_ncclep.integration import dispatcher
 

@@ -220,8 +220,19 @@ def test_experts_that_are_not_megatrons(ctx: RankContext) -> None:
     with pytest.raises(UnsupportedError, match="class Own: it replaces TEGroupedMLP and"):
         group_experts(layer.experts)
 
+    # A linear of a layer's own spec: its forward would not be called.
+    layer = build_layer(make_config("ncclep", torch.float32, 4))
+    linear = layer.experts.local_experts[0].linear_fc1
+    linear.__class__ = type("Own", (type(linear),), {"__module__": "tests"})
+    with pytest.raises(UnsupportedError, match="linear_fc1 of the class Own in the experts of"):
+        group_experts(layer.experts)
+
     layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=GROUPED))
     hidden = torch.randn(4, 1, 16)
+    hook = layer.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="remove it"):
+        layer(hidden)
+    hook.remove()
     layer(hidden)
     layer.experts.weights_of("linear_fc1")[0].get_main_grad = None
     with pytest.raises(UnsupportedError, match="FSDP: use DistributedDataParallel"):

@@ -165,6 +165,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finder]:
     return the_finder()
 
 
+def test_a_finder_that_somebody_has_saved_finds_nothing(alone: Finder) -> None:
+    """A tool asked the finders that it had replaced, and the import of Megatron broke."""
+    alone.changes["sched"] = {}
+    sys.meta_path.remove(alone)
+    assert alone.find_spec("sched", None) is None
+
+
 def test_a_failure_during_a_later_import_stops_training(alone: Finder) -> None:
     def change(module: ModuleType) -> None:
         raise KeyError("place")
@@ -224,6 +231,12 @@ def test_what_counts_as_use() -> None:
         vars(config)["moe_token_dispatcher_type"] = "ncclep"
         copied = copy.copy(config)
         print(is_changed(DistributedDataParallel.__init__), copied.moe_token_dispatcher_type)
+        class Locked(TransformerConfig):
+            def __setattr__(self, name, value):
+                raise AttributeError(name)
+        locked = object.__new__(Locked)
+        vars(locked)["hidden_size"] = 8
+        print(copy.copy(locked).hidden_size)
         """
-    assert "False\nTrue ncclep" in run_python(code)
+    assert "False\nTrue ncclep\n8" in run_python(code)
     assert "True\nTrue" in run_python(code, NCCLEP_GRADIENT_AVERAGING="a2sgd")
