@@ -111,6 +111,11 @@ def create_engine(
     except InputError as error:
         config, problem = EpConfig(), str(error)
     problem = problem or _failure_of(group) or _problem(group, num_experts, config)
+    if not (isinstance(ranks_per_expert, int) and 1 <= ranks_per_expert <= group.size):
+        problem = problem or (
+            f"ranks_per_expert is {ranks_per_expert!r}: it must be a whole number from 1 to the "
+            f"{group.size} ranks of the group"
+        )
     group.begin_first_step()
     values: dict[str, int | str | None] = {}
     if problem is None:  # otherwise num_experts may not even be a number

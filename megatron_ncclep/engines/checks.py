@@ -31,7 +31,10 @@ class Wrong:
 def type_problem(name: str, value: object) -> str | None:
     """Say that `value` is not a tensor of this rank alone, if so."""
     if type(value) is torch.Tensor:
-        return None
+        if value.layout is torch.strided and not value.is_nested:
+            return None
+        kind = "nested" if value.is_nested else "sparse"
+        return f"{name} is a {kind} tensor: give a dense one"
     if isinstance(value, Wrong):
         return value.problem
     if not isinstance(value, torch.Tensor):

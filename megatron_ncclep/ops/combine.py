@@ -68,6 +68,8 @@ def _shape_problem(plan: RoutePlan, y: torch.Tensor, shape: Sequence[int] | None
     """Say what is wrong with the `shape` of a result, if anything is."""
     if shape is None or y.dim() != 2 or not isinstance(plan, RoutePlan):
         return None  # the engine refuses what is wrong with the others
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+        return f"shape is {shape!r}: give the sizes of the result, such as those of the tokens"
     if (math.prod(shape[:-1]), *shape[-1:]) == (plan.num_tokens, y.shape[1]):
         return None
     return (

@@ -113,9 +113,9 @@ def with_gradients(ctx: RankContext, engine: Engine, x: Any, w: Any) -> None:
     megatron_ncclep.dispatch(engine, engine.plan(topk(ctx)), *args)
 
 
-def into_shape(ctx: RankContext, engine: Engine) -> None:
+def into_shape(ctx: RankContext, engine: Engine, size: Any = 8) -> None:
     plan = engine.plan(topk(ctx))
-    shape = (3, 8 if ctx.rank else HIDDEN)
+    shape: Any = (3, size if ctx.rank else HIDDEN)
     megatron_ncclep.combine(engine, plan, rows(ctx, plan.num_rows), shape)
 
 
@@ -281,6 +281,15 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
         into_shape,
         r"rank 1: shape is \[3, 8\]: the result has 3 tokens of 64, so it must be \[\.\.\., 64\]",
     ),
+    "shape of floats": (
+        lambda c, e: into_shape(c, e, 2.0),
+        r"rank 1: shape is \(3, 2\.0\): give the sizes of the result",
+    ),
+    # An IndexError on this rank, and the others said that it had died.
+    "sparse": (
+        lambda c, e: with_gradients(c, e, rows(c).to_sparse() if c.rank else rows(c), weights(c)),
+        "rank 1: x is a sparse tensor: give a dense one",
+    ),
     "no plan": (no_plan, "rank 1: the plan is a NoneType: use the engine that made it"),
     # create_engine
     "number of experts differs": (
@@ -312,6 +321,10 @@ MISTAKES: dict[str, tuple[Callable[[RankContext, Engine], object], str]] = {
     "slices differ": (
         lambda c, e: create_engine(c.group, NUM_EXPERTS, config(e.caps.name), 1 + c.rank),
         "open: ranks_per_expert differs.*rank 0 has 1, rank 1 has 2",
+    ),
+    "no slices": (
+        lambda c, e: create_engine(c.group, NUM_EXPERTS, config(e.caps.name), 0),
+        "ranks_per_expert is 0: it must be a whole number from 1 to the 2 ranks of the group",
     ),
     # That node's hosts once waited for others, which waited for it on the device.
     "environment differs": (
