@@ -113,7 +113,8 @@ def test_unknown_name_lists_the_names():
     ("text", "message"),
     [
         ("- num-layers", "must be a mapping"), ("", "must be a mapping"),
-        ("lr: [1", "not valid YAML"), ("--lr: 1", "without its dashes"),
+        ("lr: [1", "not valid YAML"), ("lr: 1\nlr: 2", "the key 'lr' is there twice"),
+        ("--lr: 1", "without its dashes"),
         ("'lr 1; date #': 1", "without its dashes"), ("1: 1", "without its dashes"),
         ("lr: 1e-4", "such as 1.0e-4"), ("lr: '0.1'", "such as 1.0e-4"),
         ("lr:", "lr: None must be a number"), ("data-path: []", "leave out an empty list"),

@@ -120,6 +120,22 @@ def load(kind: str, name_or_path: str) -> dict[str, object]:
     return load(kind, base) | content
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a mapping has each key once: the first value would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """As in SafeLoader.  Raises ConstructorError, which names the key and its line."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def parse_yaml(where: str, text: str) -> Any:
     """Read one YAML document.
 
@@ -128,10 +144,10 @@ def parse_yaml(where: str, text: str) -> Any:
         text: the document.
 
     Raises:
-        InputError: it is not YAML.
+        InputError: it is not YAML, or has a key twice.
     """
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)  # a SafeLoader
     except Exception as error:
         # Not only YAMLError: PyYAML does not wrap the errors of its conversions, such as a KeyError
         # for `!!bool x`, a ValueError for 2001-99-99, a RecursionError for a thousand brackets.
