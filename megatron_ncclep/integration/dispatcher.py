@@ -13,7 +13,11 @@ from megatron_ncclep.config import DROP, WORST, EpConfig
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.integration.experts.layer_experts import GroupedInLayer, reversed_blocks
+from megatron_ncclep.integration.experts.layer_experts import (
+    GroupedInLayer,
+    refused_graph,
+    reversed_blocks,
+)
 from megatron_ncclep.integration.rerun.engines import LayerEngines
 from megatron_ncclep.metrics import LayerCounts, count_layer
 from megatron_ncclep.ops.combine import combine
@@ -281,9 +285,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         Raises:
             UnsupportedError: a CUDA graph would hold this.
         """
-        assert self._grouped is not None
         if is_graph_capturing() or (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise self._grouped.refuse_graph(change)
+            raise refused_graph(change)
         text = f"Megatron's experts compute in place of grouped ones from now on: {change}"
         self._ranks.log_once(logging.WARNING, text, f"rank {self._ranks.rank}: {text}")
         self._take_over(rows, probs)

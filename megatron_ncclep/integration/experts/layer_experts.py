@@ -114,13 +114,14 @@ class GroupedInLayer:
             )
         return found
 
-    def refuse_graph(self, found: str) -> UnsupportedError:
-        """The error where a CUDA graph would hold experts that Megatron's forward computes."""
-        return UnsupportedError(
-            f"a CUDA graph holds the experts, and Megatron's compute this layer, which read on "
-            f"the host how many rows each expert has: {found}; remove it, or leave the experts out "
-            "of the graph (cuda_graph_impl, cuda_graph_modules)"
-        )
+
+def refused_graph(found: str) -> UnsupportedError:
+    """The error where a CUDA graph would hold experts that Megatron's forward computes."""
+    return UnsupportedError(
+        f"a CUDA graph holds the experts, and Megatron's compute this layer, which read on "
+        f"the host how many rows each expert has: {found}; remove it, or leave the experts out "
+        "of the graph (cuda_graph_impl, cuda_graph_modules)"
+    )
 
 
 def reversed_blocks(rows: Tensor, sizes: list[int]) -> Tensor:

@@ -7,24 +7,12 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.overflow import needed_and_had, rows_dropped, set_aside
-from megatron_ncclep.integration.rerun.state import ModelState
-from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks
+from megatron_ncclep.integration.rerun.training_ranks import StepsOfModel
 
 
-class CheckedEvaluations:
+class CheckedEvaluations(StepsOfModel):
     """Checks the forward-only passes of one model, which no optimizer's step follows."""
-
-    def __init__(self, chunks: list[Any], options: EpConfig) -> None:
-        """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
-        self._state, self._options = ModelState(chunks), options
-        self._ranks = TrainingRanks(options)
-        self._is_running = False
-
-    def __reduce__(self) -> Any:
-        """A copy of the model, or one from a file, makes its own."""
-        return type(None), ()
 
     def run(
         self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]
@@ -46,7 +34,7 @@ class CheckedEvaluations:
             return first(**arguments)
         shortages, ranks = self._state.shortages(), self._ranks
         earlier = ranks.largest_word(shortages)
-        self._is_running = True  # a FullCudaGraphWrapper calls the schedule
+        self._is_running = True
         try:
             with set_aside(shortages):
                 results = first(**arguments)

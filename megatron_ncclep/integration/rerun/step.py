@@ -28,8 +28,8 @@ from megatron_ncclep.integration.rerun.limit import (
     drop_iteration_graphs,
     holds_iteration_graph,
 )
-from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
-from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks
+from megatron_ncclep.integration.rerun.state import Snapshot
+from megatron_ncclep.integration.rerun.training_ranks import StepsOfModel
 from megatron_ncclep.logs import get_logger
 
 _SCHEDULES = (
@@ -112,7 +112,7 @@ class _Seen(NamedTuple):
     most_load: int
 
 
-class Reruns:
+class Reruns(StepsOfModel):
     """Runs the steps of one model, and again those in which rows did not fit.
 
     The model, on each rank its first part, holds this object.  All ranks of the model take part in
@@ -126,10 +126,8 @@ class Reruns:
 
     def __init__(self, chunks: list[Any], options: EpConfig) -> None:
         """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
-        self._chunks, self._options = chunks, options
-        self._state = ModelState(chunks)
-        self._ranks = TrainingRanks(options)
-        self._is_running = False
+        super().__init__(chunks, options)
+        self._chunks = chunks
         for chunk in chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 # A copy of the model gets a method of its own.
@@ -137,10 +135,6 @@ class Reruns:
                 chunk.zero_grad_buffer = MethodType(call, chunk)
         self.limit = FollowedLimit() if options.max_recv_rows == AUTO else None
         self.num_steps = self.num_reruns = self.warmup_steps = 0
-
-    def __reduce__(self) -> Any:
-        """A copy of the model, or one from a file, makes its own."""
-        return type(None), ()
 
     def run(
         self, first: Callable[..., Any], again: Callable[..., Any], arguments: dict[str, Any]

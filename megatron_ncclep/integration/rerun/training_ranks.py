@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.overflow import Shortage
+from megatron_ncclep.integration.rerun.state import ModelState
 from megatron_ncclep.ranks.torch_group import TorchGroup
 
 
@@ -54,3 +56,17 @@ class TrainingRanks(TorchGroup):
         """
         found = [shortage.words.max().to(self.device) for shortage in shortages]
         return torch.stack([torch.zeros((), dtype=torch.int64, device=self.device), *found]).max()
+
+
+class StepsOfModel:
+    """What runs the steps of one model has: the model's state, and the ranks that decide."""
+
+    def __init__(self, chunks: list[Any], options: EpConfig) -> None:
+        """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
+        self._state, self._options = ModelState(chunks), options
+        self._ranks = TrainingRanks(options)
+        self._is_running = False  # a FullCudaGraphWrapper calls the schedule
+
+    def __reduce__(self) -> Any:
+        """A copy of the model, or one from a file, makes its own."""
+        return type(None), ()
