@@ -23,7 +23,8 @@ void launch_cooperatively(const char* what, void (*kernel)(Parameters...), int n
   void* addresses[] = {&parameters...};
   cuda_check(cudaLaunchCooperativeKernel(function, num_ctas, num_threads, addresses, shared_bytes,
                                          reinterpret_cast<cudaStream_t>(stream)),
-             "launching ", what);
+             "launching ", what, " on ", num_ctas, " SMs at once, with ", shared_bytes,
+             " bytes of shared memory on each,");
 }
 
 }  // namespace ncclep

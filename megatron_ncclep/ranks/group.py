@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import EpError, GroupClosedError
+from megatron_ncclep.errors import EpError, GroupClosedError, PeerError
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.hosts import Hosts
@@ -185,6 +185,8 @@ class EpGroup(Hosts):
                     shared.thing.close()
             except Exception as error:  # the rest must still be freed
                 self._log_close(logging.WARNING, f"{name} could not be freed: {error}")
+                if isinstance(error, PeerError):  # kernels that have yet to run use what it used
+                    break
         self._link.close()
 
     def _log_close(self, level: int, text: str) -> None:

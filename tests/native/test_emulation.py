@@ -131,7 +131,7 @@ MISTAKES = {
         "native/plan/plan.cu", "*static_cast<volatile std::uint64_t*>(&me.state->received)", "0",
         "plans", 3, "plan: "),
     "routes are fetched before they are written": Mistake(
-        "native/plan/plan_receive.cu", "kRoutesWritten, source), «plans»)", "0",
+        "native/plan/plan_receive.cu", "kRoutesWritten, source),\n" + " " * 30 + "«plans»)", "0",
         "rows", 2, "plan: "),
     "counts of two plans lie in one place": Mistake(
         "native/plan/plan.cu", "(plans % 2 * layout.num_ranks + source)", "source",
@@ -142,7 +142,7 @@ MISTAKES = {
         "native/rows/dispatch.cu", "«__threadfence_system();»  // for what all warps", "",
         "dispatches", 2, "dispatch: "),
     "what a flag stands for is loaded before the flag": Mistake(
-        "native/device/wait.cuh", "return «load_acquire(word)» >= epoch;", "load_relaxed(word)",
+        "native/device/wait.cuh", "return «load_acquire(word)» >= goal;", "load_relaxed(word)",
         "plans", 2, "plan: "),
     "rows are loaded before their flag is seen": Mistake(
         "native/rows/progress.cuh", "fence_system();", "",
@@ -219,6 +219,12 @@ MISTAKES = {
     "the wrong rank is named": Mistake(
         "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),
+    "what a barrier counts is named as the operation": Mistake(
+        "native/device/wait.cuh", "me.rank, «current_epoch(me)»,", "goal",
+        "late", 3, "failure: rank . names operation"),
+    "a plan's number is named as the operation": Mistake(
+        "native/plan/plan.cu", "Phase::kPlan, source, «epoch»,", "plans",
+        "failures", 3, "failure: rank . names operation", 1),
     "nobody hears that a rank goes no further": Mistake(
         "native/device/wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
         "failures", 3, "failure: rank . does not say that rank . refused"),
@@ -279,7 +285,7 @@ MISTAKES = {
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
         "native/low_latency/combine.cu",
-        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank,\n"
+        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank, now.number,\n"
         + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, rank),\n"
         + " " * 49 + "now.number) < 0»;",
         "false",

@@ -19,7 +19,7 @@ from megatron_ncclep.engines.native import low_latency as native_low_latency
 from megatron_ncclep.engines.native.engine import CAPS
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.errors import InputError, LibraryError, RefusedError
 from megatron_ncclep.libraries import extension
 
 MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
@@ -146,3 +146,27 @@ def test_calls_take_turns() -> None:
                 getattr(ll, call)(*arguments[call])
 
     assert on_threads(1, run) == [None]
+
+
+@pytest.mark.parametrize(
+    ("step", "phase"),
+    [("dispatch", "dispatch"), ("complete_dispatch", "dispatch"), ("combine", "combine")],
+)
+def test_a_launch_that_fails_is_refused(step: str, phase: str) -> None:
+    """The other ranks' kernels waited for it until their deadline."""
+
+    def run(group: ThreadGroup) -> None:
+        ll, calls = make(group)
+        calls._native.answers[step] = LibraryError("launching it failed")
+        x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+        text = f"^low-latency {phase}: rank {group.rank}: launching it failed$"
+
+        def call() -> None:
+            ll.send_dispatch(x, torch.zeros(1, TOP_K, dtype=torch.int64), torch.zeros(1, TOP_K))
+            ll.combine(ll.complete_dispatch().rows)
+
+        with pytest.raises(RefusedError, match=text):
+            call()
+        assert calls._shared.native.named("refuse") == [(f"low-latency {phase}", STREAM)]
+
+    assert on_threads(2, run) == [None, None]

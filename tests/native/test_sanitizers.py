@@ -92,7 +92,9 @@ def test_exchange(built: Path, program: str, case: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("case", ["failures", "order", "sizes", "growth", "results", "arguments"])
+@pytest.mark.parametrize(
+    "case", ["failures", "order", "sizes", "late", "growth", "waiting", "results", "arguments"]
+)
 def test_host(built: Path, case: str) -> None:
     """In `failures` every call of NCCL and of CUDA fails once; nothing is left then.
 

@@ -33,7 +33,8 @@ DomainWindows windows_of_domain(const Communicator& communicator, const Window& 
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
       control_{communicator_->num_ranks(), num_experts, 0, 0},
-      timeout_s_(timeout_s) {
+      timeout_s_(timeout_s),
+      longest_timeout_s_(timeout_s) {
   check_group(communicator_->num_ranks(), num_experts, timeout_s);
   const int locals = communicator_->lsa_size();
   require(locals <= kMaxLocalRanks, locals, " ranks of one NVLink domain: at most ",
@@ -60,7 +61,7 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
 
 void Group::allocate_state() {
   cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
-  cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
+  clear_memory(state_, sizeof(State));
   int device = 0;
   cuda_check(cudaGetDevice(&device), "cudaGetDevice");
   cuda_check(cudaDeviceGetAttribute(&max_sms_, cudaDevAttrMultiProcessorCount, device),
@@ -86,6 +87,7 @@ bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
 void Group::set_timeout(double seconds) {
   check_timeout(seconds);
   timeout_s_ = seconds;
+  longest_timeout_s_ = std::max(longest_timeout_s_, seconds);
 }
 
 void Group::require_open() const { require(state_ != nullptr, "the native group was closed"); }
@@ -118,8 +120,8 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintp
                   "group's engines "
                   "and create them again"));
   }
-  const auto leave = [] {  // afterwards no rank uses the old windows any longer
-    cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
+  const auto leave = [&] {  // afterwards no rank uses the old windows any longer
+    leave_windows();
     return std::string();
   };
   const auto make = [&] {
@@ -145,7 +147,6 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
   larger.max_top_k = std::max(larger.max_top_k, top_k);
   row_bytes = std::max(row_bytes_, row_bytes);
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
   const int domains = larger.num_domains;
@@ -168,11 +169,10 @@ void Group::clear() {
   require_open();
   // Flags hold epochs, which only increase: stale memory must not look like one.
   for (const std::shared_ptr<Window>& window : windows()) {
-    cuda_check(cudaMemset(window->address(), 0, window->num_bytes()), "cudaMemset");
+    clear_memory(window->address(), window->num_bytes());
   }
   // All ranks have received the last plan, but the new windows do not record that.
-  cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");
-  cuda_check(cudaDeviceSynchronize(), "clearing the windows");
+  clear_memory(&state_->received, sizeof(state_->received));
 }
 
 void Group::drop() {
@@ -185,7 +185,7 @@ void Group::drop() {
 
 void Group::close() {
   if (state_ == nullptr) return;
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
+  wait_for_calls("closing its windows", longest_timeout_s_);
   settle();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
@@ -195,8 +195,9 @@ void Group::close() {
 
 void Group::settle() {
   if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
-  native::settle(context(), 0, *rails_);
-  cuda_check(cudaDeviceSynchronize(), "waiting for what is put to windows that close");
+  const OwnStream stream;
+  native::settle(context(), stream.get(), *rails_);  // which ends with its deadline
+  stream.wait("waiting for what is put to windows that close");
 }
 
 bool Group::has_given_up() const {

@@ -66,12 +66,13 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   // Makes windows this large, which also hold what the previous ones did, and has the ranks verify
-  // them; does nothing if they are large enough.  Collective when they grow; no work may be in
-  // flight then except on this rank's device, for which it waits.
+  // them; does nothing if they are large enough.  Collective when they grow; waits for what the
+  // communicator's groups have queued here before, and for no other work.
   //
   // Throws on all ranks or on none: UsageError when a CUDA graph holds calls of the group, or
-  // `stream` is being captured; Error when a rank has no memory or does not reach another's.  No
-  // windows are left after an Error.
+  // `stream` is being captured; Error when a rank's earlier calls are not over after half of the
+  // deadline, or when a rank has no memory or does not reach another's.  No windows are left after
+  // an Error.
   void reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
                const AllGather& all_gather);
   // What grew when windows were last made, such as "tokens 0 -> 128".
@@ -92,8 +93,17 @@ class Group {
   // Drops the windows after a step failed on any rank.  Windows that are open stay until the
   // process ends, because closing them is collective.  Not collective.
   void drop();
+  // Collective.  Throws, and frees nothing, when earlier calls are not over after the longest
+  // deadline that any of them had: then their kernels, which have not begun, use the windows yet.
   void close();
-  // Waits, on an idle device, until nothing is on its way from or to other NVLink domains: then
+  // Waits at most `limit_s` seconds until what was queued for the communicator's windows is over,
+  // and for no other work, unless a CUDA graph holds calls of the group: then for the device.
+  // `what` names the reason in errors.
+  void wait_for_calls(const char* what, double limit_s) const;
+  // Before windows change: the other ranks, who wait for this one, hear of it within the deadline.
+  void leave_windows() const;
+  double longest_timeout() const { return longest_timeout_s_; }
+  // Waits, when that is over, until nothing is on its way from or to other NVLink domains: then
   // windows may close.  Collective; does nothing within one domain.
   void settle();
 
@@ -191,7 +201,7 @@ class Group {
   Control control_;
   std::size_t row_bytes_ = 0;
   std::string growth_;
-  double timeout_s_;
+  double timeout_s_, longest_timeout_s_;
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   bool was_captured_ = false;
   std::shared_ptr<StreamOrder> order_;

@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   // rank may leave before all have sent (protocol.h).
   if (thread < locals && !has_failed) {
     const int rank = local_rank(me, thread);
-    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank,
+    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank, now.number,
                                                  sent_word(ll, me.rank, Turn::kCombine, rank),
                                                  now.number) < 0;
   }

@@ -164,7 +164,7 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
     for (int rank = threadIdx.x; rank < window.num_ranks && !has_failed; rank += kLlThreads) {
       if (R::kAreThere && is_local(me, rank) != for_local) continue;
       const std::int64_t word =
-          wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
+          wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank, number,
                                           sent_word(ll, me.rank, Turn::kDispatch, rank), number);
       has_failed = word < 0;
       counts[rank] = static_cast<int>(word & (kBadRouting - 1));

@@ -63,7 +63,6 @@ std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
                                              const LowLatencySizes& sizes,
                                              const AllGather& all_gather) {
   layout_of(*group->communicator(), sizes);  // throws on all ranks alike
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window is made");
   if (group->windows().empty()) {
     group->reserve(kChunk, sizes.top_k, kVector, 0, all_gather);
   }
@@ -102,9 +101,8 @@ void LowLatency::open() {
 
 void LowLatency::clear() {
   require_open();
-  cuda_check(cudaMemset(window_->address(), 0, window_->num_bytes()), "cudaMemset");
-  cuda_check(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
-  cuda_check(cudaDeviceSynchronize(), "clearing the low-latency window");
+  clear_memory(window_->address(), window_->num_bytes());
+  clear_memory(state_, sizeof(LowLatencyState));
 }
 
 void LowLatency::drop() {
@@ -115,7 +113,7 @@ void LowLatency::drop() {
 
 void LowLatency::close() {
   if (window_ == nullptr) return;
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window closes");
+  group_->wait_for_calls("closing its window", group_->longest_timeout());
   group_->settle();
   window_->close();
   drop();

@@ -31,8 +31,8 @@ struct LowLatencySizes {
 class LowLatency {
  public:
   // An object whose window is open and verified; the group gets windows if it has none, for its
-  // control window tells ranks that another one stops.  Collective; waits for the device.  Throws
-  // on all ranks or on none.
+  // control window tells ranks that another one stops.  Collective.  Throws on all ranks or on
+  // none.
   static std::shared_ptr<LowLatency> make(std::shared_ptr<Group> group,
                                           const LowLatencySizes& sizes,
                                           const AllGather& all_gather);

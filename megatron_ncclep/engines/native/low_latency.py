@@ -124,7 +124,9 @@ class NativeLowLatency:
             }
 
         arguments = self._allocated("dispatch", allocate)
-        self._native.dispatch(
+        self._shared.queue(
+            "low-latency dispatch",
+            self._native.dispatch,
             **arguments,
             counts=self._counts,
             completes=completes,
@@ -137,7 +139,12 @@ class NativeLowLatency:
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
         stream = self._streams.keep(*self._arguments.values())
-        self._native.complete_dispatch(counts=self._counts, stream=stream)
+        self._shared.queue(
+            "low-latency dispatch",
+            self._native.complete_dispatch,
+            counts=self._counts,
+            stream=stream,
+        )
         self._arguments = {}
         return self._received
 
@@ -156,7 +163,9 @@ class NativeLowLatency:
                 "out": out,
             },
         )
-        self._native.combine(
+        self._shared.queue(
+            "low-latency combine",
+            self._native.combine,
             **arguments,
             sends=True,
             completes=completes,
@@ -170,7 +179,9 @@ class NativeLowLatency:
         """See `LowLatencyCalls.complete_combine`."""
         out = self._arguments["out"]
         assert out is not None  # send_combine has made it
-        self._native.combine(
+        self._shared.queue(
+            "low-latency combine",
+            self._native.combine,
             **self._arguments,
             sends=False,
             completes=True,

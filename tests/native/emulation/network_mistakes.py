@@ -22,21 +22,21 @@ MISTAKES = {
         "probes", 2, "probe: "),
     "rails: counts are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans)»;",
+        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 2, "plan: "),
     "rails: routes are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "if («wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)»)",
+        "if («wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)»)",
         "true",
         "rails-plans", 2, "."),
     "rails: routes are written while the last ones are put": (
         "native/plan/plan.cu",
-        "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, word, plans) >= 0»;",
+        "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, epoch, word, plans) >= 0»;",
         "true",
         "rails-plans", 2, "."),
     "rails: who passes routes on does not pass on what it has seen": (
-        "native/plan/plan_rails.cuh", "plans)) {\n      «fence_system();»", "",
+        "native/plan/plan_rails.cuh", "epoch)) {\n      «fence_system();»", "",
         "rails-plans", 4, "plan: "),
     "rails: counts of dropped assignments are passed on before they have come": (
         "native/plan/overflow.cu",

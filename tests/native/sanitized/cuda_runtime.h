@@ -42,7 +42,8 @@ inline cudaError_t cudaSetDevice(int) { return standin::result(); }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
   return *stream = nullptr, standin::result();
 }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return standin::result(); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return standin::result(); }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = 132, standin::result();
 }

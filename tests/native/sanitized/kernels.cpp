@@ -23,6 +23,8 @@ void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch
                      plan = standin::plans](bool is_late) {
     if (plan.fail && is_late == (plan.late_words != 0)) {
       mailbox.failed_peer = 1;
+      mailbox.failed_calls[0] = plan.own_call;
+      mailbox.failed_calls[1] = plan.peer_call;
       mailbox.failed_reason = static_cast<std::uint32_t>(Reason::kLate);
       mailbox.failed_phase = static_cast<std::uint32_t>(Phase::kPlan);
     }
