@@ -21,6 +21,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import (
+    EpError,
     GroupClosedError,
     InputError,
     LibraryError,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from loop import counters, set_fault
 from on_ranks import gathered
 
-from megatron_ncclep.cli.network_model import CHUNK, NetworkModel, Puts
+from megatron_ncclep.cli.network_model import NetworkModel, Puts
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
@@ -184,8 +184,9 @@ def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int) -> None:
     model = NetworkModel(**sizes, ranks_on_each=ctx.num_ranks // hosts)
     rounds = model.rounds(hosts)
     assert rounds > 1
-    round_tokens = -(-model.num_tokens // CHUNK // rounds) * CHUNK
-    phases = extension.load().num_phases_of(round_tokens, model.row_bytes)
+    native = extension.load()
+    round_tokens = -(-model.num_tokens // native.CHUNK // rounds) * native.CHUNK
+    phases = native.num_phases_of(round_tokens, model.row_bytes)
     generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
     x = torch.randn(
         model.num_tokens, 7168, dtype=torch.bfloat16, device=ctx.device, generator=generator

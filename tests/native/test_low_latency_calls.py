@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
 from megatron_ncclep.errors import InputError, LibraryError, RefusedError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks import group as ranks_group
 
 MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
 
@@ -89,6 +91,29 @@ def test_sms_are_left_to_nccl(
         return [(name, arguments.num_ctas) for name, arguments in calls._native.calls]
 
     assert on_threads(1, run) == [[("dispatch", most), ("combine", most)]]
+
+
+def test_groups_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combines of two groups had 100 CTAs each: two GPUs that began with different ones were stuck.
+
+    Objects of one group take turns.
+    """
+
+    def run(group: ThreadGroup) -> list[int]:
+        other, found = SimpleNamespace(num_low_latency=0), []
+        monkeypatch.setattr(ranks_group, "_groups", [group, other])
+        ll, calls = make(group)
+        _, second = make(group)
+        for other.num_low_latency in (0, 1, 2):
+            pair(ll, MAX_TOKENS)
+            found.append(calls._native.calls[-1][1].num_ctas)
+        monkeypatch.setattr(group, "release", lambda *_: None)
+        for each in (calls, second):
+            each.close()
+        assert group.num_low_latency == 0
+        return found
+
+    assert on_threads(1, run) == [[100, 50, 50]]
 
 
 def test_a_rank_without_memory_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,7 @@ def test_a_rank_that_has_died_is_named(native: FakeGroup) -> None:
 def test_a_rank_does_not_wait_for_itself(native: FakeGroup) -> None:
     """CTAs wait for their own kernel's, too: "rank 1: rank 1 did not come, it died"."""
     native.is_over, native.failed = True, LATE._replace(peer=1)
-    with pytest.raises(
-        PeerError, match=r"parts of its own kernel did not come in disp.* SMs"
-    ):
+    with pytest.raises(PeerError, match=r"parts of its own kernel did not come in disp.* SMs"):
         group_of(native).raise_failure()
 
 

@@ -10,19 +10,11 @@
 #include "common/cuda.h"
 #include "native/device/stop.h"
 #include "native/host/checks.h"
+#include "native/host/needs.h"
 #include "native/host/window_check.h"
 #include "native/plan/plan.h"
 
 namespace ncclep::native {
-
-namespace {
-
-// With several domains, a rows window that would be larger is for rounds; of at least so many
-// tokens, because each has fixed costs (docs/network.md).
-constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
-constexpr int kLeastRoundTokens = 512;
-
-}  // namespace
 
 DomainWindows windows_of_domain(const Communicator& communicator, const Window& window) {
   DomainWindows windows{{}, communicator.rank_in_domain(0)};
@@ -51,6 +43,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
   }
+  const std::string problem = device_problem();
+  ensure(problem.empty(), "engine 'native': ", problem);
   try {
     allocate_state();
   } catch (const Error&) {
@@ -142,22 +136,16 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintp
 
 void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   require_open();
-  check_sizes(max_tokens, top_k, row_bytes);
-  Control larger = control_;
-  larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
-  larger.max_top_k = std::max(larger.max_top_k, top_k);
-  row_bytes = std::max(row_bytes_, row_bytes);
+  const WindowSizes larger =
+      window_sizes(control_, std::max(control_.max_tokens, max_tokens),
+                   std::max(control_.max_top_k, top_k), std::max(row_bytes_, row_bytes));
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
-  const int domains = larger.num_domains;
-  larger.num_rounds = num_rounds_for(larger, row_bytes, kMostRowsBytes, kLeastRoundTokens);
-  const Reach reach = domains > 1 ? Reach::kNetwork : Reach::kDomain;
-  control_window_ = std::make_shared<Window>(
-      communicator_, domains > 1 ? RailLayout{larger}.end() : larger.num_bytes(), reach);
-  rows_window_ =
-      std::make_shared<Window>(communicator_, rows_window_bytes(larger, row_bytes), reach);
-  control_ = larger;
-  row_bytes_ = row_bytes;
+  const Reach reach = network_ != nullptr ? Reach::kNetwork : Reach::kDomain;
+  control_window_ = std::make_shared<Window>(communicator_, larger.control_bytes, reach);
+  rows_window_ = std::make_shared<Window>(communicator_, larger.rows_bytes, reach);
+  control_ = larger.control;
+  row_bytes_ = larger.row_bytes;
 }
 
 void Group::open() {

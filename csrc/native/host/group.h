@@ -193,8 +193,6 @@ class Group {
   PlanScratch plan_scratch(int num_sms) const;
   void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                    const Tensor& routes) const;
-  // Of a plan's routes: the part for other domains, at the start, and the rest.
-  std::int64_t rail_size(int num_chunks) const;
   RailRoutes rail_routes(const Plan& plan) const;
   ReceivedRoutes received_routes(const Plan& plan) const;
   std::shared_ptr<Communicator> communicator_;

@@ -28,7 +28,9 @@ void require_shape(const char* what, const Tensor& tensor, DType dtype,
           what, " must start at a multiple of ", kVector, " bytes");
 }
 
-LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySizes& sizes) {
+}  // namespace
+
+LowLatencyWindow low_latency_window(int num_ranks, int num_domains, const LowLatencySizes& sizes) {
   require(0 < sizes.max_tokens && sizes.max_tokens <= kLowLatencyTokens, sizes.max_tokens,
           " tokens: from 1 to ", kLowLatencyTokens);
   require(0 < sizes.top_k && sizes.top_k <= kMaxTopK, "top-k ", sizes.top_k, ": from 1 to ",
@@ -43,8 +45,8 @@ LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySiz
   require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
           "dispatched rows must have the dtype of combined rows, or be bytes");
   LowLatencyWindow layout{};
-  layout.num_ranks = communicator.num_ranks();
-  layout.num_domains = communicator.num_ranks() / communicator.lsa_size();
+  layout.num_ranks = num_ranks;
+  layout.num_domains = num_domains;
   layout.max_tokens = sizes.max_tokens;
   layout.top_k = sizes.top_k;
   layout.row_bytes = sizes.hidden * itemsize_of(sizes.payload);
@@ -55,6 +57,13 @@ LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySiz
             kVector);
   }
   return layout;
+}
+
+namespace {
+
+LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySizes& sizes) {
+  const int num_ranks = communicator.num_ranks();
+  return low_latency_window(num_ranks, num_ranks / communicator.lsa_size(), sizes);
 }
 
 }  // namespace

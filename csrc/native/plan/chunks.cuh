@@ -21,8 +21,9 @@ namespace ncclep::native {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-// Of a CTA's shared memory; the kernels have less than 72 KiB of other arrays.
+// Of a CTA's shared memory, and what the kernels have of other arrays, at most.
 constexpr std::size_t kMaxHeldBytes = 148 * 1024;
+constexpr std::size_t kMaxOtherBytes = 72 * 1024;
 
 static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
 

@@ -427,6 +427,11 @@ void launch_count(const KernelContext& me, const PlanCount& arguments, const Pla
 
 }  // namespace
 
+std::size_t plan_shared_bytes() {
+  return shared_bytes_of("plan", count_kernel<std::int64_t, NoRails>,
+                         kMaxHeldBytes + kMaxOtherBytes);
+}
+
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
                 int num_sms, std::uintptr_t stream, const Rails* rails) {
   with_rails(rails,

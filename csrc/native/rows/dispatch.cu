@@ -395,6 +395,10 @@ void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num
 
 }  // namespace
 
+std::size_t dispatch_shared_bytes() {
+  return shared_bytes_of("dispatch", dispatch_kernel<NoRails>, kRingBytes);
+}
+
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {
   with_rails(rails, [&](const auto& way) { launch_dispatch(me, arguments, num_sms, stream, way); });

@@ -333,6 +333,12 @@ void results() {
   of_group.num_experts = 3;
   must_fail("1 3 experts: from 1 to 4096, and a multiple of the 2 ranks",
             [&] { must(ncclepGroupCreate(&group, comm, &of_group)); });
+  // The first dispatch failed, on every rank, on a GPU for which `auto` had chosen the engine.
+  of_group.num_experts = 4;
+  standin::shared_bytes = 133;
+  must_fail(
+      "the kernel of plan needs up to 133 bytes of shared memory in a CTA, and the GPU offers 132",
+      [&] { must(ncclepGroupCreate(&group, comm, &of_group)); });
   must(ncclepCommDestroy(comm));
   must_fail("1 the native group was closed, or is NULL", [] { must(ncclepGroupDestroy(nullptr)); });
 }

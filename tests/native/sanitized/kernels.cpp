@@ -11,8 +11,13 @@
 #include "standin.h"
 
 standin::Plans standin::plans;
+std::size_t standin::shared_bytes = 100;
 
 namespace ncclep::native {
+
+std::size_t plan_shared_bytes() { return standin::shared_bytes; }
+std::size_t dispatch_shared_bytes() { return standin::shared_bytes; }
+std::size_t combine_shared_bytes() { return standin::shared_bytes; }
 
 void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch&, int,
                 std::uintptr_t stream, const Rails*) {

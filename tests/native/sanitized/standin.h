@@ -41,6 +41,9 @@ struct Plans {
 };
 extern Plans plans;
 
+// What each kernel needs; the GPU has 132, and as many SMs.
+extern std::size_t shared_bytes;
+
 // --- what kernels call ---------------------------------------------------------------------------
 
 void run_on_device(std::uintptr_t stream, std::function<void()> work);
