@@ -35,7 +35,7 @@ TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 BASELINE = "alltoall_fused"
 OURS = "ncclep:native"
 ADDED = {
-    BASELINE: "alltoall, all fusions",
+    BASELINE: "alltoall, fused permutation",
     OURS: "+ ncclep as dispatcher",
     f"{OURS}:grouped": "+ grouped experts",
     f"{OURS}:grouped:full_iteration": "+ one CUDA graph",
