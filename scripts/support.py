@@ -231,14 +231,18 @@ def merged(names: list[str], cells: dict[str, tuple[str, ...]]) -> list[list[str
 
 def works(collector: Collector) -> str:
     """The table for users: which options work with which engine."""
+
+    def named(engines: set[str]) -> str:
+        return ", ".join(f"`{engine}`" for engine in ENGINES if engine in engines)
+
     cells = {
         name: (
-            *(
-                "no" if engine in collector.refusing[name] else
-                "yes" if engine in collector.engines[name] else "-"
-                for engine in ENGINES
-            ),
-            "; ".join(filter(None, [oldest(collector.releases[name]), REMARKS.get(name)])),
+            named(collector.engines[name] - collector.refusing[name]),
+            "; ".join(filter(None, [
+                oldest(collector.releases[name]),
+                REMARKS.get(name),
+                f"refused by {refusing}" if (refusing := named(collector.refusing[name])) else "",
+            ])),
         )
         for name in sorted(collector.works)
     }  # fmt: skip
@@ -246,8 +250,7 @@ def works(collector: Collector) -> str:
     for subject, pattern in SUBJECTS.items():
         names = [name for name in left if re.match(pattern, name)]
         left = [name for name in left if name not in names]
-        head = [subject, *ENGINES, "since, remark"]
-        parts.append(table(head, *merged(names, cells)))
+        parts.append(table([subject, "shown with", "since, remark"], *merged(names, cells)))
     return "\n\n".join(parts)
 
 
