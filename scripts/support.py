@@ -235,7 +235,7 @@ def works(collector: Collector) -> str:
     def named(engines: set[str]) -> str:
         return ", ".join(f"`{engine}`" for engine in ENGINES if engine in engines)
 
-    cells = {
+    cells: dict[str, tuple[str, ...]] = {
         name: (
             named(collector.engines[name] - collector.refusing[name]),
             "; ".join(filter(None, [
