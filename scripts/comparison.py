@@ -104,20 +104,16 @@ def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) ->
 
 def tables() -> dict[str, str]:
     """The tables by name."""
-    made: dict[str, str] = {}
+    hooks = [("hybridep", name, "") for name in DISPATCHERS]
+    layers = [("layers", f"layer:{name}", "") for name in LAYERS]
+    gemms = limits(4, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
+                   lambda one: sum(one["products_us"].values()))  # fmt: skip
+    links = {gpus: limits(gpus, "hybridep", "the links' time", links_us) for gpus in (4, 2)}
+    made = {"hooks on 4 GPUs": times(4, hooks, hooks[0][1], links[4]),
+            "layers on 4 GPUs": times(4, layers, layers[0][1], gemms)}  # fmt: skip
     for gpus in (4, 2):
+        made[f"libraries on {gpus} GPUs"] = times(gpus, PASSES, OURS, links[gpus])
         made[f"training on {gpus} GPUs"] = steps(gpus)
-        hooks = [("hybridep", name, "") for name in DISPATCHERS]
-        layers = [("layers", f"layer:{name}", "") for name in LAYERS]
-        links = limits(gpus, "hybridep", "the links' time", links_us)
-        gemms = limits(gpus, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
-                       lambda one: sum(one["products_us"].values()))  # fmt: skip
-        for what, rows, base, limit in (
-            ("libraries", PASSES, OURS, links),
-            ("hooks", hooks, hooks[0][1], links),
-            ("layers", layers, layers[0][1], gemms),
-        ):
-            made[f"{what} on {gpus} GPUs"] = times(gpus, rows, base, limit)
     return made
 
 
