@@ -7,7 +7,6 @@
 #include "bindings/c_calls.h"
 #include "native/host/call.h"
 #include "native/host/checks.h"
-#include "native/host/needs.h"
 #include "native/rows/cta_roles.h"
 
 using namespace py::literals;

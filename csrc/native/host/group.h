@@ -52,6 +52,20 @@ struct Plan {
   std::int64_t num_rows = -1;
 };
 
+// The windows of a rank.
+struct WindowSizes {
+  Control control;  // what they are for
+  std::size_t row_bytes;
+  std::size_t control_bytes, rows_bytes;  // of the two windows
+};
+// For `control`'s group, and for batches of at most this many tokens of a rank.
+WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t row_bytes);
+
+// Of a plan's routes, in int32: the part for other domains, at the start, and all of them.
+std::int64_t rail_routes_size(const Control& control, int num_chunks);
+std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
+                         std::int64_t max_assignments, int num_chunks);
+
 // The addresses of an open window's peers, as kernels take them.
 DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
 

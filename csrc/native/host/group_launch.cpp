@@ -8,7 +8,6 @@
 #include "native/host/call.h"
 #include "native/host/checks.h"
 #include "native/host/group.h"
-#include "native/host/needs.h"
 #include "native/plan/overflow.h"
 #include "native/plan/plan.h"
 #include "native/rows/combine.h"
@@ -38,6 +37,19 @@ TokenRoutes token_routes_of(const Tensor& token_routes) {
 }
 
 }  // namespace
+
+std::int64_t rail_routes_size(const Control& control, int num_chunks) {
+  const int most_tokens = num_chunks * kChunk;
+  if (control.num_domains == 1) return 0;
+  return RailRoutes::size(control.num_domains, most_tokens, most_tokens);
+}
+
+std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
+                         std::int64_t max_assignments, int num_chunks) {
+  check_room(control, max_pairs, max_assignments, num_chunks);
+  return rail_routes_size(control, num_chunks) +
+         ReceivedRoutes::size(control.num_ranks, num_chunks, max_pairs, max_assignments);
+}
 
 RailRoutes Group::rail_routes(const Plan& plan) const {
   const int most_tokens = plan.num_chunks * kChunk;
