@@ -230,7 +230,6 @@ setup(
         "megatron_ncclep.libraries",
         "megatron_ncclep.ops",
         "megatron_ncclep.ranks",
-        "megatron_ncclep.testing",
         "megatron_ncclep.training",
         "megatron_ncclep.vllm",
         "megatron_ncclep.configs",

@@ -1,4 +1,4 @@
-"""Results of `ncclep bench`, as pages and figures read them."""
+"""Results of benchmarks, as pages and figures read them."""
 
 from __future__ import annotations
 

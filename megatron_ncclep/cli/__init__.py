@@ -22,11 +22,7 @@ COMMANDS = {
         "megatron_ncclep.cli.render",
         "print the command that three configuration files compose",
     ),
-    "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
-    "plot": (
-        "megatron_ncclep.benchmark.plot",
-        "draw a result of `ncclep bench`, or the log of `ncclep train`",
-    ),
+    "bench": ("megatron_ncclep.benchmark.command", "measure engines on this machine"),
     "doctor": ("megatron_ncclep.doctor", "check which engines can run here, and why others cannot"),
     "env": ("megatron_ncclep.envs", "list the environment variables and their values"),
 }

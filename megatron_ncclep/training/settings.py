@@ -1,7 +1,7 @@
 """Settings of one training: the Megatron-LM arguments of a model file, checked.
 
 A file of configs/model/ is used in two ways: `ncclep render` passes it unchanged to Megatron-LM's
-own parser, and `ncclep train` and `ncclep bench`, which run without Megatron-LM, check it here.
+own parser, and `ncclep train` and benchmarks/, which run without Megatron-LM, check it here.
 model.py passes the values to every Megatron-Core configuration that has a field of that name.
 
 Deliberately left out: the vocabulary (which depends on the data) and all parallelism (which depends

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
 from numpy.typing import NDArray
 from on_ranks import gathered
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.gradient_averaging import TwoLevelAveraging, two_means
-from megatron_ncclep.ranks.pool import RankContext
 
 # A few roundings to fp32 of numbers up to about 5, in sums whose own error is below that.
 CLOSE = {"rtol": 1e-5, "atol": 3e-6}
