@@ -278,3 +278,18 @@ def test_no_file_is_too_long():
     sources = [path for top in tops for path in top.rglob("*") if path.suffix in kinds]
     lines = {str(path.relative_to(ROOT)): path.read_bytes().count(b"\n") for path in sources}
     assert {path: n for path, n in lines.items() if n > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_a_change_of_native_code_makes_no_environment(tmp_path: Path):
+    """One changed kernel ran pip and its downloads again, before each test."""
+    for stamp in (".ready", ".built"):
+        (tmp_path / stamp).touch()
+    command = ["make", "-n", f"VENV={tmp_path}", "setup"]
+    said = [
+        subprocess.run(
+            [*command, "-W", changed], cwd=ROOT, text=True, capture_output=True, check=True
+        ).stdout
+        for changed in ("csrc/include/ncclep.h", "pyproject.toml")
+    ]
+    assert ["setup_venv" in text for text in said] == [False, True]
+    assert all("setup.py --quiet build_ext --inplace" in text for text in said)
