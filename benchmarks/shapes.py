@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,6 +73,6 @@ def load(name_or_path: str) -> Measurement:
     Raises:
         InputError: see `shapes.load`.
     """
-    own = CONFIGS / f"{name_or_path}.yaml"
-    found: Measurement = shapes.load(str(own) if own.is_file() else name_or_path, Measurement)
+    own = str(CONFIGS / f"{name_or_path}.yaml")  # perhaps too long for pathlib
+    found: Measurement = shapes.load(own if os.path.isfile(own) else name_or_path, Measurement)
     return found

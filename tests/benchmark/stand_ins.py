@@ -90,6 +90,6 @@ def prepared_on(
     """Prepare a subject; a CUDA graph is played by `replayed_on_cpu`."""
     with (
         mock.patch.object(layers, "captured", replayed_on_cpu),
-        mock.patch.object(layers.job, "unavailable_reason", return_value=None),
+        mock.patch.object(layers.catalogue, "unavailable_reason", return_value=None),
     ):
         return make_subject(name, setting_of(context), workload, max_recv_rows=max_recv_rows)

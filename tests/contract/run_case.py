@@ -88,7 +88,9 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
     if caps_of(engine_name, ranks).reduction == NODE_SUMS_ROUNDED:
         on_node = ranks_on_node(ranks)
         ranks = ranks // on_node * on_node
-    return for_engine(case.on_at_most(ranks), caps_of(engine_name))
+    ranks = next(n for n in range(ranks, 0, -1) if case.num_experts % n == 0)
+    case = dataclasses.replace(case, tokens=case.tokens[:ranks])
+    return for_engine(case, caps_of(engine_name))
 
 
 @contextmanager
