@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-recv-rows",
-        type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["parse"],
+        type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["kind"].parse,
         help="received rows of layers and trainings with a fixed number of them, in the form of "
         f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
     )

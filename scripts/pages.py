@@ -109,9 +109,8 @@ def options_table() -> str:
 
 def variables_table() -> str:
     """The environment variables that are not options."""
-    options = {f"NCCLEP_{option.name.upper()}" for option in dataclasses.fields(EpConfig)}
-    variables = [v for v in envs.VARIABLES.values() if v.name not in options]
-    return table(["variable", "meaning"], [[f"`{v.name}`", _cell(v.meaning)] for v in variables])
+    rows = [[f"`{v.name}`", _cell(v.meaning)] for v in envs.VARIABLES.values()]
+    return table(["variable", "meaning"], rows)
 
 
 def _cell(text: str) -> str:
