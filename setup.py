@@ -241,7 +241,7 @@ setup(
         "megatron_ncclep.include": "csrc/include",
     },
     package_data={
-        "megatron_ncclep": ["py.typed"],
+        "megatron_ncclep": ["py.typed", "*.pyi"],
         "megatron_ncclep.configs": ["*/*.yaml"],
         "megatron_ncclep.include": ["*.h"],
     },
