@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import plot, result, shapes, table
+from benchmarks import network_model, plot, result, shapes, table
 from benchmarks.catalogue import MAX_RECV_ROWS
 from benchmarks.job import Job
 from megatron_ncclep.benchmark import HIGH_THROUGHPUT
 from megatron_ncclep.benchmark.command import add_common_arguments, measure
-from megatron_ncclep.cli import Parser, network_model
+from megatron_ncclep.cli import Parser
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.error_reporting import run_told
 from megatron_ncclep.errors import EpError, InputError

@@ -19,7 +19,7 @@ from loop import counters, set_fault
 from on_ranks import gathered
 from rank_pool import RankContext
 
-from megatron_ncclep.cli.network_model import CHUNK, NetworkModel, Puts
+from benchmarks.network_model import CHUNK, NetworkModel, Puts
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
