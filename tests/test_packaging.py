@@ -171,6 +171,21 @@ def test_imports_point_one_way(path: Path):
     assert not wrong
 
 
+def test_integration_stands_on_a_ground_floor():
+    """Patching knows no place that is patched, and vLLM's hooks take nothing else of Megatron's."""
+    floor = {
+        f"megatron_ncclep.integration.{name}" for name in ("import_hook", "patching", "releases")
+    }
+    on_it = [
+        *(PACKAGE / "vllm").glob("*.py"),
+        *(path for path in MODULES if dotted_name(path) in floor),
+    ]
+    assert len(on_it) > len(floor)
+    for path in on_it:
+        used = {name for _, name in imports(path.read_text())}
+        assert {name for name in used if "ncclep.integration" in name} <= floor, path
+
+
 def test_every_module_of_the_wheel_is_used_in_it():
     """A pool of ranks and cases of tests were installed, which only tests and benchmarks used."""
     wanted, used = sorted(ENTRIES), set[str]()

@@ -20,7 +20,7 @@ from trainer import Model, ModelCase
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError
-from megatron_ncclep.integration.rerun.engines import LayerEngines
+from megatron_ncclep.integration.layer_engines import LayerEngines
 
 pytestmark = pytest.mark.each_release
 

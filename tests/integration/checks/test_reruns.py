@@ -36,7 +36,7 @@ if IS_RANK:
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_ncclep.integration.rerun.engines import LayerEngines
+    from megatron_ncclep.integration.layer_engines import LayerEngines
 
 EXACT = EpConfig(engine="reference", experts="grouped", metrics_interval=10**6)
 RERUN = replace(EXACT, max_recv_rows="1.3x", on_overflow="rerun")
