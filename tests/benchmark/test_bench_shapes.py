@@ -12,7 +12,8 @@ import torch
 from contract_cases import contract_cases
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
-from megatron_ncclep import cli
+import benchmarks.__main__ as benchmarks
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.engines import COMBINES, results_problem
 from megatron_ncclep.benchmark.shapes import (
     GRAD_OUT,
@@ -36,7 +37,6 @@ from megatron_ncclep.engines.engine import (
 from megatron_ncclep.engines.reference.engine import CAPS
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.testing.cases import Case
 
 # Benchmarks have no words for rows and no fp64; tests/contract/test_table_oracle.py has more cases.
 CASES = [
@@ -185,7 +185,7 @@ def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
 @needs_extension
 def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Worked out by hand when the engine was planned: 46 GB/s, T=4096, H=7168, K=8."""
-    assert cli.main(["bench", "--model-network"]) == 0
+    assert benchmarks.main(["--model-network"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("A model, not a measurement")
     bytes_, messages, memory = re.split(r"\n\n(?:Messages|GPU memory)", text)
@@ -208,7 +208,7 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     # vLLM's objects for 680 tokens in all, on one node of 8 ranks: a row and a sum of a token of
     # each rank, and 8 experts with their weights.
     assert held[0][5] == f"{680 * 8 * (2 * 14336 + 64) / 1e9:.2f}"
-    assert cli.main(["bench", "--model-network", "nic_gb_s=92,num_experts=512"]) == 0
+    assert benchmarks.main(["--model-network", "nic_gb_s=92,num_experts=512"]) == 0
     text = capsys.readouterr().out
     assert "92 GB/s" in text
     assert text.splitlines()[-1].split()[0] == "64"
@@ -219,7 +219,7 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
 def test_every_model_has_its_memory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Windows for control and low-latency objects were left out, and all models but one."""
     sizes, ranks = config_files.load("model", name), 4
-    assert cli.main(["bench", "--model-network", f"model={name},ranks_on_each={ranks}"]) == 0
+    assert benchmarks.main(["--model-network", f"model={name},ranks_on_each={ranks}"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     tokens = int(str(sizes["seq-length"])) * int(str(sizes["micro-batch-size"]))
     assert f"of {tokens} tokens per rank" in text
@@ -234,7 +234,7 @@ def test_the_model_says_that_it_needs_the_extension(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extension, "unavailable_reason", lambda: "it was not built")
-    assert cli.main(["bench", "--model-network"]) == 2
+    assert benchmarks.main(["--model-network"]) == 2
     assert "asks the extension for sizes: it was not built" in capsys.readouterr().err
 
 
@@ -260,5 +260,5 @@ def test_the_model_says_that_it_needs_the_extension(
 def test_what_the_model_refuses(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert cli.main(["bench", "--model-network", *words]) == 2
+    assert benchmarks.main(["--model-network", *words]) == 2
     assert message in capsys.readouterr().err

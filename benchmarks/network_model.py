@@ -1,4 +1,4 @@
-"""The output of `ncclep bench --model-network`: traffic between nodes, and memory, computed.
+"""`python -m benchmarks --model-network`: traffic between nodes, and memory, computed.
 
 What belongs to the kernels comes from the extension, which needs no GPU for it.
 """
