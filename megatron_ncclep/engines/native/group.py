@@ -183,17 +183,15 @@ class NativeGroup:
                 "it has entered the call, but its data has not come: it waits for another rank "
                 "itself, or the links or the network between the two have failed"
             )
-        who = f"rank {peer} did not come"
+        who = f"rank {peer}"
         if peer == me:
-            who, why = (
-                "parts of its own kernel did not come",
-                ("other work, such as kernels of another group, keeps them from the GPU's SMs"),
-            )
+            who = "parts of its own kernel"
+            why = "other work, such as kernels of another group, keeps them from the GPU's SMs"
         lost = self.group.lost(0) or why
         return PeerError(
-            f"rank {me} of {self.group.size}: {who} in {phase}, operation {failure.operation} of "
-            f"{whose} (deadline {failure.deadline_s:g} s): {lost}; look at the other ranks' "
-            "output. What this group has returned since is NaN"
+            f"rank {me} of {self.group.size}: {who} did not come in {phase}, operation "
+            f"{failure.operation} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at "
+            "the other ranks' output. What this group has returned since is NaN"
         )
 
     def note_batches(self, num_tokens: list[int]) -> None:
