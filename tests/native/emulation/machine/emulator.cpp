@@ -243,6 +243,7 @@ void run_as(Fiber& fiber, const std::function<void()>& body) {
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
             std::function<void()> kernel) {
   synchronize(rank);  // a rank has one stream
+  before_launch(rank);
   const Delay delay = delays[rank];
   delays.erase(rank);
   const auto shared = std::make_shared<std::function<void()>>(std::move(kernel));
