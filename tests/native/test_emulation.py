@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from build_cache import cached, run_all, version_of
-from emulation import network_mistakes
+from emulation import network_mistakes, rounds_mistakes
 from emulation.translate import Change, translate
 
 HERE = Path(__file__).parent / "emulation"
@@ -321,7 +321,8 @@ MISTAKES = {
         "ll-failures", 2, "."),
 }
 # fmt: on
-MISTAKES |= {name: Mistake(*each) for name, each in network_mistakes.MISTAKES.items()}
+for more in (network_mistakes, rounds_mistakes):
+    MISTAKES |= {name: Mistake(*each) for name, each in more.MISTAKES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +344,7 @@ def rounds() -> Path:
             for source in [*kernels, *sources]
         }
         # visibility.h; its functions are called instead of the sanitizer's own.
-        hooks = {source: "-fsanitize=thread" if source in kernels else "-g0" for source in objects}
+        hooks = {source: "-fsanitize=thread" if source in kernels else "-O3" for source in objects}
         run_all(
             [compiler, *options, *includes, hooks[source], "-c", source, "-o", target]
             for source, target in objects.items()

@@ -269,6 +269,7 @@ void synchronize(int rank) {
 
 void run(int num_ranks, const std::function<void(int)>& host) {
   live.assign(num_ranks, 0);
+  begin_run(num_ranks);
   steps = last_progress = jumps = 0;
   Mood mood;
   for (int rank = 0; rank < num_ranks; ++rank) make([&host, rank] { host(rank); }, rank);
