@@ -53,7 +53,7 @@ struct Object {
     }
     for (int round = 0; round < num_rounds; ++round) {
       const bool can_return_rows = row_bytes == sum_bytes;
-      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10, 100}), window.top_k),
+      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10, 200}), window.top_k),
                         one_of({can_return_rows ? Experts::kNothing : Experts::kPlaces,
                                 Experts::kPlaces, Experts::kAssignments})});
     }

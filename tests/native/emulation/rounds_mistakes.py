@@ -13,7 +13,7 @@ MISTAKES = {
         "rails-rows", 4, "dispatch: weight"),
     "rounds: domains' sums overlap": (
         "native/rail_layout.h", "num_domains - 1 + «num_rounds * domain»", "domain",
-        "rails-combines", 6, "combine: "),
+        "rails-combines", 6, "combine: ", 9),
     "rounds: all of a dispatch use one half of the window": (
         "native/rows/dispatch.cu", "me.state->dispatches = dispatches;",
         "if (job.end == job.most_tokens) me.state->dispatches = dispatches;",
@@ -24,11 +24,11 @@ MISTAKES = {
     "rounds: rows of those before a failure are left as they are": (
         "native/rows/dispatch.cu", "if («has_failed(me)») {\n    fill_nan(job.rows",
         "has_failed(me) && job.begin == 0",
-        "rails-failures", 4, "dispatch: rows of rank .* not all NaN"),
+        "rails-failures", 4, "dispatch: rows of rank .* not all NaN", 6),
     "rounds: tokens of those before a failure are left as they are": (
         "native/rows/combine.cu", "if («has_failed(me)») {\n    fill_nan(job.out",
         "has_failed(me) && job.begin == 0",
-        "rails-failures", 4, "combine: tokens of rank .* not all NaN"),
+        "rails-failures", 4, "combine: tokens of rank .* not all NaN", 18),
     "rounds: the phases of one are counted once": (
         "native/rows/combine.cu", "count_signals<R>(me, kSumsPut, «job.num_phases»);", "1",
         "rails-combines", 2, "."),
@@ -43,7 +43,7 @@ MISTAKES = {
         "rails-failures", 2, "failure: rank . does not say that rank . refused"),
     "rails: a second closing waits for nothing": (
         "native/device/stop.cu", "count_signals<Rails>(me, kLastPut, kLastRounds);", "",
-        "rails-failures", 4, "bytes are on their way"),
+        "rails-plans", 4, "bytes are on their way"),
     "rails: counts of dropped assignments are those of the plan before": (
         "native/plan/overflow.cu", "count_signals<R>(me, kWantedPut, 1);", "",
         "rails-plans", 4, "."),
