@@ -123,7 +123,7 @@ MISTAKES = {
         "rails-ll", 4, "ll dispatch: "),
     "rails: windows close while something is on its way": (
         "native/device/stop.cu", "round <= «kLastRounds»;", "1",
-        "rails-plans", 4, "bytes are on their way"),
+        "rails-plans", 4, "bytes are on their way", 42),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),

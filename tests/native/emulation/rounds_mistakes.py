@@ -75,7 +75,7 @@ MISTAKES = {
     "bad routings of the plans before are forgotten": (
         "native/plan/plan.cu", "me.mailbox->bad_ranks.words[lane] |= bad;",
         "me.mailbox->bad_ranks.words[lane] = bad;",
-        "plans", 3, "plan: bad ranks of static plans"),
+        "plans", 3, "plan: bad ranks of static plans", 19),
     "the presence of weights is not in a call": (
         "native/host/call.cpp", ".put(«has_weights», kWeightBits)", "false",
         "calls", 2, "failure: rank . has waited for nobody"),

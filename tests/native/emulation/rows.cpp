@@ -196,7 +196,7 @@ void Rows::dispatch(int rank, int number) {
   job.routes = plan.received;
   job.rail_routes = plan.rail_routes;
   const KernelContext me = context(rank, call_of(number, rank == differing));
-  const int sms = between(min_ctas(1), kind_ == "many" ? 3 : kSms);
+  const int sms = between(min_ctas(1), kind_ == "many" ? 2 : kSms);
   launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {

@@ -17,7 +17,8 @@
 //   ll-many      the same, small, for more ranks than a warp has lanes, in several domains
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
 //   probes       probes of the network between domains of ranks (network.cpp)
-//   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in rounds
+//   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in
+//   rounds
 #pragma once
 
 #include <cstdint>
@@ -104,7 +105,7 @@ class Sequence {
   enum class Call { kNone, kBegins, kGoesOn };
 
   ncclep::native::KernelContext shared_{};
-  std::vector<Call> calls_;  // by rank
+  std::vector<Call> calls_;                 // by rank
   std::unique_ptr<Wires, EndWires> wires_;  // in several domains
   std::deque<Memory> control_, rows_;
 };

@@ -10,7 +10,8 @@ void make_calls(Objects& o, int most_tokens) {
   std::int64_t size = 0;
   must(ncclepRoutesSize(o.group, kPairs, kAssignments, most_tokens, &size));
   const Numbers routes(ncclepInt32, {size});
-  const Numbers x(ncclepBfloat16, {kTokens, kLongHidden}), rows(ncclepBfloat16, {kRows, kLongHidden});
+  const Numbers x(ncclepBfloat16, {kTokens, kLongHidden}),
+      rows(ncclepBfloat16, {kRows, kLongHidden});
   ncclepPlanConfig_t config = o.plan_config(kRows);
   config.most_tokens = most_tokens;
   config.routes = routes;

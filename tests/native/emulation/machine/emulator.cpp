@@ -69,9 +69,7 @@ struct Delay {
 std::map<int, Delay> delays;  // of a CTA of the next kernel, by rank
 
 // Not in the functions that call __builtin_setjmp.
-[[noreturn]] __attribute__((noinline)) void go_to(Registers& where) {
-  __builtin_longjmp(where, 1);
-}
+[[noreturn]] __attribute__((noinline)) void go_to(Registers& where) { __builtin_longjmp(where, 1); }
 
 __attribute__((noinline)) void suspend() {
   settle();
