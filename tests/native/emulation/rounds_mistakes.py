@@ -54,7 +54,7 @@ MISTAKES = {
         "rails-many", 33, "plan: the first bad rank"),
     "many ranks: what was seen of another group of sources counts": (
         "native/rows/progress.cuh", "if («seen / kMostUnits == group» && unit", "true",
-        "rails-many", 33, "dispatch: "),
+        "rails-many", 40, "dispatch: ", 2),
     "many ranks: LL: a bad routing is said to be of one of the first 32": (
         "native/low_latency/dispatch.cu", "atomicOr(«bad_ranks + rank / 32»,", "bad_ranks",
         "rails-ll-many", 33, "ll dispatch: bad ranks"),
