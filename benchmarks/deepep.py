@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.catalogue import DEEPEP, FUSED
+from benchmarks.library import places, put
 from megatron_ncclep.benchmark import Setting, Subject, UnavailableError, excused
-from megatron_ncclep.benchmark.engines import places, put, results_problem
-from megatron_ncclep.benchmark.job import DEEPEP, FUSED, split_name
+from megatron_ncclep.benchmark.engines import results_problem, split_name
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.engines.nccl_ep.engine import CAPS
 from megatron_ncclep.libraries.nccl_ep import environment
@@ -42,7 +43,7 @@ def buffer_class(base: str) -> Any:
         UnavailableError: it is not installed, the other branch is, or the import failed.
     """
     needed, branch = CLASSES[base]
-    instead = f"build branch {branch} of DeepEP, see docs/comparisons.md"
+    instead = f"build branch {branch} of DeepEP, see benchmarks/README.md"
     if importlib.util.find_spec(PACKAGE) is None:
         raise UnavailableError(f"{PACKAGE} is not installed: {instead}")
     with excused(Exception), environment(UNCHECKED):  # none of this is ours
