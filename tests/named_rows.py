@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rank_pool import RankContext
 
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.ranks.pool import RankContext
 
 MOST_TOKENS, MOST_EXPERTS = 32768, 64  # so that all numbers are exact for up to 8 ranks
 
