@@ -135,10 +135,10 @@ MISTAKES = {
         "rails-many", 33, "dispatch: "),
     "rounds: weights lie where rows of a round do": (
         "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
-        "rails-dispatches", 4, "dispatch: weight", 106),
+        "rails-dispatches", 4, "dispatch: weight"),
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
-        "rails-dispatches", 4, ".", 106),
+        "rails-dispatches", 4, "."),
     "rounds: tokens of later ones are summed, too": (
         "native/rows/domain_sums.cuh", "if (token >= «end_of_sums(me_, job_, own_)»)",
         "job_.num_tokens",
