@@ -9,7 +9,6 @@
 // In which order memory accesses become visible: visibility.h.
 #pragma once
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -28,6 +27,7 @@ constexpr int kWarpSize = 32;
 constexpr std::size_t kStackBytes = 64 * 1024;  // of a fiber
 
 struct Fiber;
+using Registers = void* [5];  // where a fiber goes on: of __builtin_setjmp
 
 // A number from 0 to `bound` - 1.
 unsigned draw(unsigned bound);
@@ -49,8 +49,10 @@ T one_of(std::initializer_list<T> values) {
 inline int change_in_force = -1;
 inline bool is_changed(int number) { return number == change_in_force; }
 
-// Of a CTA of plan's kernels.
+// Of a CTA of plan's kernels; and tokens of a chunk, at most as many as on a GPU.  A round has a
+// number of chunks.
 inline std::size_t kMaxHeldBytes = 8 * 1024;
+inline int kChunk = 128;
 
 // --- what runs -----------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ struct Fiber {
   bool is_on_stack(const char* address) const {
     return stack.get() <= address && address < stack.get() + kStackBytes;
   }
-  jmp_buf where;
+  Registers where;
   bool is_started = false;
 };
 
@@ -143,6 +145,8 @@ void delay(int rank, int jumps);
 // Starts a kernel on `rank`, whose last one must be over.
 void launch(int rank, int ctas, int threads, std::size_t shared_bytes,
             std::function<void()> kernel);
+// Called when the last one is over.
+inline std::function<void(int rank)> before_launch = [](int) {};
 // The same as CUDA has it; a stream is the number of a rank.
 template <typename... Parameters>
 void start(void (*kernel)(Parameters...), int ctas, int threads, std::size_t shared_bytes,
