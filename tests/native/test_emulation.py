@@ -343,7 +343,8 @@ def rounds() -> Path:
             for source in [*kernels, *sources]
         }
         # visibility.h; its functions are called instead of the sanitizer's own.
-        hooks = {source: "-fsanitize=thread" if source in kernels else "-g0" for source in objects}
+        hooked = [*kernels, HERE / "paths.cpp"]
+        hooks = {source: "-fsanitize=thread" if source in hooked else "-g0" for source in objects}
         run_all(
             [compiler, *options, *includes, hooks[source], "-c", source, "-o", target]
             for source, target in objects.items()

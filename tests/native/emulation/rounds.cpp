@@ -274,6 +274,7 @@ int main(int argc, char** argv) {
   const std::string kind = argv[1];
   const int ranks = std::atoi(argv[2]), first = std::atoi(argv[3]), number = std::atoi(argv[4]);
   if (argc > 5) emu::change_in_force = std::atoi(argv[5]);
+  if (kind == "paths") return print_paths(ranks, number), 0;
   for (int seed = first; seed < first + number; ++seed) {
     std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
     std::fflush(stdout);
