@@ -156,6 +156,7 @@ template <typename R>
 __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
   __shared__ int counts[kMaxRanks];
+  __shared__ int cleared[kMaxRanks];
   __shared__ unsigned int bad_ranks[kRankWords];
   const LowLatencyWindow& window = ll.window;
   if (threadIdx.x < kRankWords) bad_ranks[threadIdx.x] = 0;
@@ -163,11 +164,13 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   const auto wait = [&](bool for_local) {
     for (int rank = threadIdx.x; rank < window.num_ranks && !has_failed; rank += kLlThreads) {
       if (R::kAreThere && is_local(me, rank) != for_local) continue;
+      const int were_cleared = R::kAreThere ? ll.state->cleared[rank] : 0;  // loaded while it waits
       const std::int64_t word =
           wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
                                           sent_word(ll, me.rank, Turn::kDispatch, rank), number);
       has_failed = word < 0;
       counts[rank] = static_cast<int>(word & (kBadRouting - 1));
+      if (R::kAreThere) cleared[rank] = were_cleared;
       if (!has_failed && (word & kBadRouting)) {
         atomicOr(bad_ranks + rank / 32, 1u << rank % 32);
       }
@@ -184,13 +187,21 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   for (int rank = threadIdx.x; rank < window.num_ranks; rank += kLlThreads) {
     job.counts[rank] = has_failed ? 0 : counts[rank];
   }
-  // Places that received no row have no experts.
+  // Places that received no row have no experts.  There may be many, so with several domains each
+  // warp clears those of one rank, and only those that received one in an earlier dispatch.
   char* own = ll.window_of[me.rank];
   const int of_rank = window.max_tokens * window.top_k;
-  for (int from = 0; from < window.num_ranks; ++from) {
+  constexpr int kThreads = R::kAreThere ? 32 : kLlThreads, kGroups = kLlThreads / kThreads;
+  for (int from = threadIdx.x / kThreads; from < window.num_ranks; from += kGroups) {
     auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts()) + from * of_rank;
-    const int end = has_failed ? 0 : counts[from] * window.top_k;
-    for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
+    const int begin = has_failed ? 0 : counts[from];
+    const int end = R::kAreThere && !has_failed ? window.max_tokens - cleared[from]
+                                                : window.max_tokens;
+    for (int i = begin * window.top_k + threadIdx.x % kThreads; i < end * window.top_k;
+         i += kThreads) {
+      experts[i] = -1;
+    }
+    if (R::kAreThere) ll.state->cleared[from] = window.max_tokens - begin;
   }
   if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
 }
@@ -201,6 +212,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
                        const __grid_constant__ R rails) {
   __shared__ Places places;
   __shared__ DomainPlaces domains;
+  __shared__ TokenBatch batch;  // of other domains
   __shared__ int counts[kMaxLocalRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
@@ -209,7 +221,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     bool has_failed = __syncthreads_or(now.has_failed);
     if constexpr (R::kAreThere) {
       const unsigned int passed =
-          pass_tokens_on(me, rails, ll, places, state->tokens_put, now.number, has_failed);
+          pass_tokens_on(me, rails, ll, batch, state->tokens_put, now.number, has_failed);
       if (passed == 0) return;
       has_failed = passed >= kSentFailed;
     }
@@ -253,7 +265,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     }
     if (!job.completes) return;
     const unsigned int passed =
-        pass_tokens_on(me, rails, ll, places, tokens_put, now.number, has_failed);
+        pass_tokens_on(me, rails, ll, batch, tokens_put, now.number, has_failed);
     if (passed != 0) receive<R>(me, ll, job, now.number, passed >= kSentFailed);
   } else if (job.completes) {
     receive<R>(me, ll, job, now.number, sent >= kSentFailed);

@@ -131,6 +131,7 @@ struct LowLatencyState {
   unsigned int passed;                  // CTAs that have added up their part for the rail peers
   unsigned int passed_on[kMaxDomains];  // CTAs that have sent on their part of a domain's tokens
   unsigned int domains_passed;          // domains of which all CTAs have
+  int cleared[kMaxRanks];  // places of each rank, the last ones, that have no experts
   // For the combine of the last dispatch: the ranks of each token in this domain, a bit for each
   // place, and its other domains.
   std::uint32_t ranks_of[kLowLatencyTokens];

@@ -7,7 +7,7 @@ CASES = (
     ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
     ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
     ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
-    ("rails-ll", 6, 4), ("rails-ll-many", 33, 2), ("rails-ll-failures", 2, 8),
+    ("rails-ll", 6, 4), ("rails-ll-many", 36, 2), ("rails-ll-failures", 2, 8),
     ("rails-ll-failures", 4, 6),
 )  # fmt: skip
 
@@ -106,8 +106,26 @@ MISTAKES = {
         "true",
         "rails-ll", 2, "ll combine: "),
     "rails: LL: a source's word is given when one CTA has passed its tokens on": (
-        "native/low_latency/rail_tokens.cuh", "if («passed == 0») return 0;", "false",
+        "native/low_latency/rail_tokens.cuh",
+        "mine = «count_in(ll.state->passed_on + domain, kSentCta + has_failed * kSentFailed,"
+        " gridDim.x)»;", "kSentCta",
+        "rails-ll", 4, "."),
+    "rails: LL: who gives the words has not seen what other CTAs sent on": (
+        "native/low_latency/rail_tokens.cuh", "if (mine != 0) fence_system();", "",
         "rails-ll", 4, "ll "),
+    "rails: LL: places are counted from the first token of a batch": (
+        "native/low_latency/rail_tokens.cuh",
+        "places.place(rank, token) - «places.place(rank, first[domain_of[token]])»", "0",
+        "rails-ll", 6, "."),
+    "rails: LL: the next batch is taken while the last one is in use": (
+        "native/low_latency/rail_tokens.cuh", "«__syncthreads();»  // the last batch", "",
+        "rails-ll", 6, "."),
+    "rails: LL: places that had rows keep their experts": (
+        "native/low_latency/dispatch.cu", "window.max_tokens - «begin»;", "0",
+        "rails-ll", 2, "ll dispatch: experts"),
+    "rails: LL: rows are counted from the first rank's in each group of 32": (
+        "native/low_latency/combine.cu", "kGroups == 1 ? 0 : «before(groups_up_to_, row)»;", "0",
+        "rails-ll-many", 36, "."),
     "rails: LL: the last message is taken for this one": (
         "native/low_latency/dispatch.cu", "rail_signals[kTokensPut]) + «1»", "0",
         "rails-ll", 2, "."),
