@@ -145,7 +145,7 @@ MISTAKES = {
         "native/device/wait.cuh", "return «load_acquire(word)» >= epoch;", "load_relaxed(word)",
         "plans", 2, "plan: "),
     "rows are loaded before their flag is seen": Mistake(
-        "native/rows/progress.cuh", "fence_system();", "",
+        "native/rows/progress.cuh", "«fence_system();»\n      __syncwarp();", "",
         "dispatches", 2, "dispatch: "),
     "a chunk's flag is seen before its sums": Mistake(
         "native/rows/pairs.cuh",

@@ -187,21 +187,31 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   for (int rank = threadIdx.x; rank < window.num_ranks; rank += kLlThreads) {
     job.counts[rank] = has_failed ? 0 : counts[rank];
   }
-  // Places that received no row have no experts.  There may be many, so with several domains each
-  // warp clears those of one rank, and only those that received one in an earlier dispatch.
+  // Places that received no row have no experts.
   char* own = ll.window_of[me.rank];
   const int of_rank = window.max_tokens * window.top_k;
-  constexpr int kThreads = R::kAreThere ? 32 : kLlThreads, kGroups = kLlThreads / kThreads;
-  for (int from = threadIdx.x / kThreads; from < window.num_ranks; from += kGroups) {
-    auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts()) + from * of_rank;
-    const int begin = has_failed ? 0 : counts[from];
-    const int end = R::kAreThere && !has_failed ? window.max_tokens - cleared[from]
-                                                : window.max_tokens;
-    for (int i = begin * window.top_k + threadIdx.x % kThreads; i < end * window.top_k;
-         i += kThreads) {
-      experts[i] = -1;
+  auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts());
+  if constexpr (R::kAreThere) {
+    // There may be many: only those are cleared that received one in an earlier dispatch.
+    const int lane = threadIdx.x % 32;
+    for (int first = threadIdx.x - lane; first < window.num_ranks; first += kLlThreads) {
+      int begin = 0, end = 0;
+      if (first + lane < window.num_ranks) {
+        begin = has_failed ? 0 : counts[first + lane];
+        end = window.max_tokens - (has_failed ? 0 : cleared[first + lane]);
+        ll.state->cleared[first + lane] = window.max_tokens - begin;
+      }
+      for (std::uint32_t left = __ballot_sync(~0u, begin < end); left != 0; left &= left - 1) {
+        const int from = __ffs(left) - 1, last = __shfl_sync(~0u, end, from) * window.top_k;
+        int i = __shfl_sync(~0u, begin, from) * window.top_k + lane;
+        for (; i < last; i += 32) experts[(first + from) * of_rank + i] = -1;
+      }
     }
-    if (R::kAreThere) ll.state->cleared[from] = window.max_tokens - begin;
+  } else {
+    for (int from = 0; from < window.num_ranks; ++from) {
+      const int end = has_failed ? 0 : counts[from] * window.top_k;
+      for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[from * of_rank + i] = -1;
+    }
   }
   if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
 }

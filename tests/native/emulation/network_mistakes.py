@@ -149,8 +149,20 @@ MISTAKES = {
         "native/plan/chunks.cuh", "sum_to_here = «sum» + warp_scan", "0",
         "rails-many", 33, "plan: "),
     "many ranks: only a warp's lanes of sources are watched": (
-        "native/rows/progress.cuh", "group = «(group + 1) % num_groups»;", "group",
-        "rails-many", 33, "dispatch: "),
+        "native/rows/progress.cuh", "source = lane; source < «num_ranks»; source", "kWarpSize",
+        "rails-many", 33, "."),
+    "rails: more phases are taken for seen than are": (
+        "native/rows/progress.cuh", "is_missing[i] && epochs[i] >= «epoch»;", "epoch - 1",
+        "rails-dispatches", 2, "dispatch: "),
+    "rails: rows are loaded before their flag is seen": (
+        "native/rows/progress.cuh", "sees_nothing = false;\n      «fence_system();»", "",
+        "rails-dispatches", 2, "dispatch: "),
+    "rails: an entry is compared before it has come": (
+        "native/device/call_barrier.cuh", "if («!is_entry_of(entries[i], number)»)", "false",
+        "rails-dispatches", 2, "a wait was in vain"),
+    "rails: slots of all ranks but a warp's lanes are counted anew": (
+        "native/plan/plan.cu", "slot += R::kAreThere ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
+        "rails-many", 33, "plan: "),
     "rounds: weights lie where rows of a round do": (
         "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
         "rails-dispatches", 4, "dispatch: weight", 106),

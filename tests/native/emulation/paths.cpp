@@ -134,7 +134,8 @@ class Rank {
   }
 
   // What a warp does that watches all phases of all ranks.
-  static void watch_all(KernelContext me) {
+  template <typename R>
+  static void watch_all(KernelContext me, R) {
     Progress& progress = emu::shared<Progress>(-1);
     progress.clear();
     __syncthreads();
@@ -142,18 +143,20 @@ class Rank {
       const char* flags = me.control_of[0] + me.control.staged();
       return reinterpret_cast<const std::uint64_t*>(flags) + source * kPhases + phase;
     };
-    watch(me, Phase::kDispatch, 1, [](int) { return kPhases; }, flag, progress);
+    watch<R>(me, Phase::kDispatch, 1, [](int) { return kPhases; }, flag, progress);
   }
   void watch_phases() {
     char* window = control_windows_[0].data<char>();
     auto* flags = reinterpret_cast<std::uint64_t*>(window + control_.staged());
     for (int i = 0; i < control_.num_ranks * kPhases; ++i) flags[i] = 1;
-    emu::start(watch_all, 1, kWarpSize, 0, 0, context());
+    with_rails(rails(), [&](const auto& way) {
+      emu::start(watch_all<std::decay_t<decltype(way)>>, 1, kWarpSize, 0, 0, context(), way);
+    });
   }
 
   template <typename R>
   static void compare(KernelContext me, R rails) {
-    compare_entries(me, rails, Phase::kDispatch, 1, 1);
+    compare_entries<R>(me, rails, Phase::kDispatch, 1, 1);
   }
   void compare_all_entries() {
     KernelContext me = context();
