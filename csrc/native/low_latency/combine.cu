@@ -121,7 +121,10 @@ class ReturningRows {
   static constexpr int kGroups = (R::kAreThere ? kMaxRanks : kMaxLocalRanks) / 32;
   static_assert(kGroups <= 32 && kMaxRanks % 32 == 0);
 
-  __device__ int rank(int number) const { return (first_ + number) % num_ranks_; }
+  __device__ int rank(int number) const {
+    const int rank = first_ + number;
+    return rank < num_ranks_ ? rank : rank - num_ranks_;
+  }
   // How many lanes' rows all come before this one, which is then counted from theirs on.
   __device__ static int before(int up_to, int& row) {
     const int lanes = __popc(__ballot_sync(~0u, up_to <= row));
@@ -372,8 +375,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   }
   has_failed = __syncthreads_or(has_failed);
   if constexpr (R::kAreThere) {
-    has_failed =
-        !put_token_sums<T>(me, rails, ll, job, batch, sums_put, now.number, has_failed);
+    has_failed = !put_token_sums<T>(me, rails, ll, job, batch, sums_put, now.number, has_failed);
   }
   while (item < items) {
     sums.finish(!has_failed);

@@ -208,9 +208,9 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
       }
     }
   } else {
-    for (int from = 0; from < window.num_ranks; ++from) {
+    for (int from = 0; from < window.num_ranks; ++from, experts += of_rank) {
       const int end = has_failed ? 0 : counts[from] * window.top_k;
-      for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[from * of_rank + i] = -1;
+      for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
     }
   }
   if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));

@@ -139,9 +139,7 @@ struct TokenBatch {
 
  private:
   // A CTA has every gridDim.x-th piece of a domain, from this one on: another one in each domain.
-  __device__ static int first_piece(int domain) {
-    return (blockIdx.x + domain) % gridDim.x;
-  }
+  __device__ static int first_piece(int domain) { return (blockIdx.x + domain) % gridDim.x; }
   // The last domain that begins at `i` or before.
   __device__ static int last_up_to(const int* begin, int i) {
     int domain = 0;
@@ -210,8 +208,8 @@ __device__ std::uint64_t wait_for_some(const KernelContext& me, const R& rails, 
   return come[0] | std::uint64_t{come[1]} << 32;
 }
 
-// Sends the tokens of a batch on to the ranks of this domain, as their sources would.  Called by all
-// threads of all CTAs.
+// Sends the tokens of a batch on to the ranks of this domain, as their sources would.  Called by
+// all threads of all CTAs.
 __device__ inline void pass_on(const KernelContext& me, const LowLatencyContext& ll,
                                const TokenBatch& batch) {
   const LowLatencyWindow& window = ll.window;

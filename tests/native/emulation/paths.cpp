@@ -127,8 +127,8 @@ class Rank {
     job.routed_per_expert = job.tokens_per_expert + control_.num_local();
     job.num_dropped = job.routed_per_expert + control_.num_local();
     job.token_routes = TokenRoutes::in(routes_.data<std::int32_t>(), kTokens);
-    job.rail_routes = RailRoutes::in(rail_routes_.data<std::int32_t>(), control_.num_domains,
-                                     kTokens, kChunk);
+    job.rail_routes =
+        RailRoutes::in(rail_routes_.data<std::int32_t>(), control_.num_domains, kTokens, kChunk);
     plan_count(context(), job, PlanScratch(scratch_.data<std::int32_t>(), control_, kCtas), kCtas,
                0, rails());
   }

@@ -1,6 +1,7 @@
 // Random sequences of steps on the emulator, compared with an oracle.
 //
 //   rounds KIND RANKS SEED NUMBER [CHANGE]
+//   rounds paths RANKS 0 DOMAINS
 //
 // Runs NUMBER sequences of a KIND (sequence.h) with RANKS ranks, from SEED on, with a change to the
 // kernels in force, if any.  Counters start at 0 where SEED is even, and wrap where it is odd.

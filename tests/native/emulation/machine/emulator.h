@@ -79,8 +79,8 @@ struct Warp {
 
 struct Cta {
   int rank, index, grid;
-  std::vector<char> dynamic;                       // shared memory, aligned by `dynamic_shared`
-  std::map<int, std::vector<char>> statics;        // by declaration
+  std::vector<char> dynamic;                 // shared memory, aligned by `dynamic_shared`
+  std::map<int, std::vector<char>> statics;  // by declaration
   Barrier barrier;
   std::vector<Warp> warps;
   std::vector<Fiber*> fibers;     // those that run
@@ -169,10 +169,10 @@ void run(int num_ranks, const std::function<void(int rank)>& host);
 struct Path {
   long steps, fences;
 };
-// What `queue` launches on rank 0, which is alone.  A thread takes a step with each access to memory
-// that others use too, each exchange with its warp, barrier and fence; who waits goes on when the
-// last one has come.  Nothing is drawn: at any time the thread with the fewest steps runs, copies
-// take a step, and what is put gets nowhere.
+// What `queue` launches on rank 0, which is alone.  A thread takes a step with each access to
+// memory that others use too, each exchange with its warp, barrier and fence; who waits goes on
+// when the last one has come.  Nothing is drawn: at any time the thread with the fewest steps runs,
+// copies take a step, and what is put gets nowhere.
 Path measure(const std::function<void()>& queue);
 inline bool is_measuring = false;
 void take_step(bool is_fence = false);

@@ -297,7 +297,9 @@ void note_access(const void* address) {
     return memory.data() <= at && at < memory.data() + memory.size();
   };
   const Cta& cta = *self().cta;
-  const bool is_shared = is_in(cta.dynamic) || std::any_of(cta.statics.begin(), cta.statics.end(), [&](const auto& each) { return is_in(each.second); });
+  const bool is_shared =
+      is_in(cta.dynamic) || std::any_of(cta.statics.begin(), cta.statics.end(),
+                                        [&](const auto& each) { return is_in(each.second); });
   if (is_shared || find_region(static_cast<const char*>(address)) != nullptr) take_step();
 }
 
@@ -320,12 +322,12 @@ void end_thread() {
 
 // --- what the compiler calls ---------------------------------------------------------------------
 
-#define EMU_ACCESS(bytes)                                                        \
-  void __tsan_read##bytes(void* from) { emu::note_access(from); }                \
-  void __tsan_write##bytes(void* to) { emu::note_store(to, bytes); }             \
-  void __tsan_unaligned_read##bytes(void* from) { emu::note_access(from); }      \
-  void __tsan_unaligned_write##bytes(void* to) { emu::note_store(to, bytes); }   \
-  void __tsan_volatile_read##bytes(void* from) { emu::note_access(from); }       \
+#define EMU_ACCESS(bytes)                                                      \
+  void __tsan_read##bytes(void* from) { emu::note_access(from); }              \
+  void __tsan_write##bytes(void* to) { emu::note_store(to, bytes); }           \
+  void __tsan_unaligned_read##bytes(void* from) { emu::note_access(from); }    \
+  void __tsan_unaligned_write##bytes(void* to) { emu::note_store(to, bytes); } \
+  void __tsan_volatile_read##bytes(void* from) { emu::note_access(from); }     \
   void __tsan_volatile_write##bytes(void* to) { emu::note_access(to); }
 extern "C" {
 EMU_ACCESS(1)
