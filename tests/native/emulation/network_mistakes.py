@@ -117,9 +117,6 @@ MISTAKES = {
         "native/low_latency/rail_tokens.cuh",
         "places.place(rank, token) - «places.place(rank, first[domain_of[token]])»", "0",
         "rails-ll", 6, "."),
-    "rails: LL: the next batch is taken while the last one is in use": (
-        "native/low_latency/rail_tokens.cuh", "«__syncthreads();»  // the last batch", "",
-        "rails-ll", 6, "."),
     "rails: LL: places that had rows keep their experts": (
         "native/low_latency/dispatch.cu", "window.max_tokens - «begin»;", "0",
         "rails-ll", 2, "ll dispatch: experts"),
@@ -159,7 +156,7 @@ MISTAKES = {
         "rails-dispatches", 2, "dispatch: "),
     "rails: an entry is compared before it has come": (
         "native/device/call_barrier.cuh", "if («!is_entry_of(entries[i], number)»)", "false",
-        "rails-dispatches", 2, "a wait was in vain"),
+        "rails-plans", 4, "a wait was in vain"),
     "rails: slots of all ranks but a warp's lanes are counted anew": (
         "native/plan/plan.cu", "slot += R::kAreThere ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
         "rails-many", 33, "plan: "),
