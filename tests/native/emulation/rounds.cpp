@@ -6,7 +6,8 @@
 // Runs NUMBER sequences of a KIND (sequence.h) with RANKS ranks, from SEED on, with a change to the
 // kernels in force, if any.  Counters start at 0 where SEED is even, and wrap where it is odd.
 // Ranks go through a sequence at their own pace: they wait only for what the kernels make them wait
-// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.
+// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.  The other form
+// prints how long the kernels' paths are on a rank of so many (paths.cpp).
 //
 // With a failure, one rank, the victim, stops before one of its kernels, for good or until the
 // others have given up; or refuses the call; or makes other calls from there on.  Or CTAs start
