@@ -389,7 +389,8 @@ typedef struct {
   size_t size;
   void* rows;       /* payload [R, M, H] */
   float* scales;    /* [R, M, num_scales] */
-  int32_t* experts; /* [R, M, K]: local experts; -1: not routed to this rank */
+  int32_t* experts; /* [R, M, K]: local experts; -1: not routed to this rank.  Read only: a dispatch
+                       writes just the places that get a row, or had one */
   float* weights;   /* [R, M, K] */
   size_t num_bytes; /* of the object's window on this rank */
 } ncclepLowLatencyBuffers_t;

@@ -109,7 +109,8 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
 }
 
 // Reads what this rank receives from all ranks, and writes it to the host's mailbox, the plan's
-// tensors and scratch.
+// tensors and scratch.  With several domains there are many ranks with few experts each.
+template <typename R>
 __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
                             const PlanScratch& scratch, Shared& shared, std::uint64_t plans,
                             std::uint64_t epoch) {
@@ -131,11 +132,15 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     }
   }
   if (!__syncthreads_and(is_complete)) return;
-  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+  constexpr int kLanes = R::kAreThere ? kWarpSize : 1;  // that share the sources of an expert
+  const int part = threadIdx.x % kLanes;
+  for (int local = threadIdx.x / kLanes; local < num_local; local += kPlanThreads / kLanes) {
     int assignments = 0;
-    for (int source = 0; source < num_ranks; ++source) {
+    for (int source = part; source < num_ranks; source += kLanes) {
       assignments += shared.arrived[source * columns + local];
     }
+    if (R::kAreThere) assignments = warp_sum(assignments);
+    if (part != 0) continue;
     const int rows = (assignments + plan.alignment - 1) / plan.alignment * plan.alignment;
     plan.tokens_per_expert[local] = shared.block_rows[local] = rows;
     if (plan.ticket != 0) {
@@ -183,6 +188,15 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
       if (local < num_local) shared.block_start[local] = end + rows_to_here - rows;
       end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);
     }
+  } else if (R::kAreThere) {
+    const int first = threadIdx.x - 2 * kWarpSize;
+    for (int source = first; source < num_ranks; source += kPlanThreads - 2 * kWarpSize) {
+      int assignments = 0;
+      for (int local = 0; local < num_local; ++local) {
+        assignments += shared.arrived[source * columns + local];
+      }
+      shared.assignments_of[source] = assignments;
+    }
   } else {
     for (int source = warp - 2; source < num_ranks; source += kPlanWarps - 2) {
       int assignments = 0;
@@ -194,11 +208,13 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     }
   }
   __syncthreads();
-  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+  for (int local = threadIdx.x / kLanes; local < num_local; local += kPlanThreads / kLanes) {
     int slot = shared.block_start[local];
-    for (int source = 0; source < num_ranks; ++source) {
-      scratch.start[source * num_local + local] = slot;
-      slot += shared.arrived[source * columns + local];
+    for (int source = part; source - part < num_ranks; source += kLanes) {
+      const int own = source < num_ranks ? shared.arrived[source * columns + local] : 0;
+      const int up_to = R::kAreThere ? warp_scan(own) : own;
+      if (source < num_ranks) scratch.start[source * num_local + local] = slot + up_to - own;
+      slot += R::kAreThere ? __shfl_sync(~0u, up_to, kLanes - 1) : up_to;
     }
   }
   if (warp == 0) {
@@ -389,7 +405,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
     const bool is_bad = was_bad || shared.total[partition.num_columns()] != 0;
     if (post_counts(me, rails, scratch, shared.total, is_bad, plans, epoch)) {
-      take_counts(me, plan, scratch, shared, plans, epoch);
+      take_counts<R>(me, plan, scratch, shared, plans, epoch);
     }
   }
   bool is_free = true;

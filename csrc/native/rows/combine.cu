@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     } else if (warp == kWarps - 2) {
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
       const auto needed = [&](int source) { return needed_units(me, job.routes, source); };
-      watch(me, Phase::kCombine, epoch, needed, flag, progress);
+      watch<NoRails>(me, Phase::kCombine, epoch, needed, flag, progress);
     } else if (warp == kWarps - 1) {
       track_completion<NoRails>(me, job, slice, tracker, [&](const Batch& batch) {
         publish_sent<NoRails>(me, job.routes, batch, epoch);

@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
                source * kPhases + phase;
       };
       const auto needed = [&](int source) { return needed_phases<R>(me, job, source); };
-      watch(me, Phase::kDispatch, epoch, needed, flag, progress);
+      watch<R>(me, Phase::kDispatch, epoch, needed, flag, progress);
       if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, calls % 2);
     } else if (has_ring) {
       pull<R>(me, job, shape, ring, progress, parity);
