@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from megatron_ncclep.libraries.tested import numbers
 from megatron_ncclep.ranks import place
 
 # Seconds that the other ranks have to answer once one has failed.  If all ranks fail, all of them
@@ -156,14 +157,14 @@ def loopback_store() -> TCPStore:
     host = "127.0.0.1"
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Up to torch 2.6 the server that uses libuv accepts no socket.
+    # Torch's default, as under torchrun; up to torch 2.6 that server accepts no socket.
     return TCPStore(
         host,
         port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=False,
+        use_libuv=numbers(torch.__version__) >= (2, 7),
     )
 
 

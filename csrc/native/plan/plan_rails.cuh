@@ -75,7 +75,7 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
 // false when the group has failed.
 template <typename Post>
 __device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
-                                const PlanScratch& scratch, std::uint64_t plans, Post&& post) {
+                                const PlanScratch& scratch, std::uint64_t epoch, Post&& post) {
   const RailLayout layout{me.control};
   const int domain = threadIdx.x, own = me.control.domain_of(me.rank);
   const int columns = me.control.num_local() + 1, num_counts = layout.num_counts();
@@ -85,7 +85,7 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
   if (has_rail_peer(me, domain)) {
     put(me, rails, kControlWindow, domain, layout.counts() + row(own),
         layout.sent_counts() + row(domain), num_counts * 8, kCountsPut);
-    is_here = wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans);
+    is_here = wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch);
   }
   if (!__syncthreads_and(is_here)) return false;
   const int first = own * layout.local_ranks();
@@ -108,7 +108,7 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
 // those of the rail peers have come.  Called by all threads of the CTA that leaves last.
 __device__ inline void exchange_routes(const KernelContext& me, const Rails& rails,
                                        const PlanCount& plan, const PlanScratch& scratch,
-                                       std::uint64_t plans) {
+                                       std::uint64_t plans, std::uint64_t epoch) {
   const Control& layout = me.control;
   const RailLayout there{layout};
   const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
@@ -136,7 +136,7 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
     const std::size_t row = std::size_t{4} * layout.max_tokens;
     put(me, rails, kControlWindow, domain, there.token_ranks() + own * row,
         there.sent_token_ranks() + domain * row, num_sent * std::size_t{4}, kRoutesPut);
-    if (wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
+    if (wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)) {
       fence_system();
       for (int place = 0; place < locals; ++place) {
         store_relaxed(signal_word(me.control_of[local_rank(me, place)], layout, kRoutesWritten,

@@ -27,6 +27,9 @@ struct Dispatch {
   int begin = 0, end = 0;    // of a kernel's round: set by `dispatch`
 };
 
+// The most shared memory of a CTA of dispatch, in bytes; see common/launch.h.
+std::size_t dispatch_shared_bytes();
+
 // Queues the dispatch, a kernel for each round.  Collective.  `rails` are null unless there are
 // several domains.
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,

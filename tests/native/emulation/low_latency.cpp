@@ -32,8 +32,10 @@ struct Step {
 
 // What a rank has between two calls.
 struct OfRank {
-  std::optional<Memory> counts, x, w, topk, y, rows_of, out;
+  std::optional<Memory> counts, x, scales, w, topk, y, rows_of, out;
 };
+
+float scale(int salt, int rank, int token, int i) { return value(salt + 1000, rank, token, i); }
 
 // An object of all ranks: windows, states, and what goes through it.
 struct Object {
@@ -41,8 +43,9 @@ struct Object {
       : number(number), numbers(Numbers::of_any_dtype()), states(sizes.ranks), ranks(sizes.ranks) {
     const int row_bytes = 16 * one_of({1, 3, 65, 129});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
-    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes,
-              0,           sum_bytes,        sizes.domains};
+    window = {
+        sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, 16 * one_of({0, 0, 1, 3, 14}),
+        sum_bytes,   sizes.domains};
     for (LowLatencyState& state : states) {
       windows.emplace_back(window.num_bytes(), 0);
       std::memset(static_cast<void*>(&state), 0, sizeof(LowLatencyState));
@@ -51,7 +54,7 @@ struct Object {
     }
     for (int round = 0; round < num_rounds; ++round) {
       const bool can_return_rows = row_bytes == sum_bytes;
-      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10}), window.top_k),
+      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10, 200}), window.top_k),
                         one_of({can_return_rows ? Experts::kNothing : Experts::kPlaces,
                                 Experts::kPlaces, Experts::kAssignments})});
     }
@@ -158,6 +161,8 @@ class LowLatencySteps : public Sequence {
     require(phase == (steps_[number].is_combine ? Phase::kLowLatencyCombine
                                                 : Phase::kLowLatencyDispatch),
             "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
+    require(mailbox.failed_epoch == sizes.starts.low_latency + steps_[number].round + 1,
+            "failure: rank ", rank, " names operation ", mailbox.failed_epoch);
     require(reason == Reason::kLate || (how == Failing::kRefuses && reason == Reason::kRefused),
             "failure: rank ", rank, " does not say that it waited");
   }
@@ -193,7 +198,11 @@ class LowLatencySteps : public Sequence {
     if (step.sends) {
       mine.counts.emplace(4 * sizes.ranks, kGarbage);
       mine.x.emplace(std::size_t{1} * num_tokens * window.row_bytes, 0);
+      mine.scales.emplace(std::size_t{1} * num_tokens * window.scale_bytes, 0);
       mine.w.emplace(4 * num_tokens * window.top_k, 0);
+      const int num_scales = window.scale_bytes / 4;
+      kWeights.put(mine.scales->data<char>(), num_tokens * num_scales,
+                   [&](int i) { return scale(salt, rank, i / num_scales, i % num_scales); });
       object.numbers.put(mine.x->data<char>(), num_tokens * hidden,
                          [&](int i) { return value(salt, rank, i / hidden, i % hidden); });
       kWeights.put(mine.w->data<char>(), num_tokens * window.top_k,
@@ -209,6 +218,7 @@ class LowLatencySteps : public Sequence {
     job.sends = step.sends;
     job.completes = step.completes;
     job.x = mine.x->data<char>();
+    job.scales = mine.scales->data<char>();
     job.weights = mine.w->data<float>();
     job.topk_idx = mine.topk->data<char>();
     job.is_int64 = routing.is_int64;
@@ -260,6 +270,11 @@ class LowLatencySteps : public Sequence {
           start + window.rows() + row * window.row_bytes, window.row_bytes / object.numbers.size(),
           [&](int i) { return value(salt, pair.source, pair.token, i); }, "ll dispatch: row ", row,
           " of rank ", rank, ", token ", pair.token, " of rank ", pair.source);
+      kWeights.expect(
+          start + window.scales() + row * window.scale_bytes, window.scale_bytes / 4,
+          [&](int i) { return scale(salt, pair.source, pair.token, i); },
+          "ll dispatch: scales of row ", row, " of rank ", rank, ", token ", pair.token,
+          " of rank ", pair.source);
     }
     require(std::equal(expected_counts.begin(), expected_counts.end(), counts),
             "ll dispatch: counts of rank ", rank);

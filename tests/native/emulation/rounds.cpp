@@ -1,15 +1,18 @@
 // Random sequences of steps on the emulator, compared with an oracle.
 //
 //   rounds KIND RANKS SEED NUMBER [CHANGE]
+//   rounds paths RANKS 0 DOMAINS
 //
 // Runs NUMBER sequences of a KIND (sequence.h) with RANKS ranks, from SEED on, with a change to the
 // kernels in force, if any.  Counters start at 0 where SEED is even, and wrap where it is odd.
 // Ranks go through a sequence at their own pace: they wait only for what the kernels make them wait
-// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.
+// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.  The other form
+// prints how long the kernels' paths are on a rank of so many (paths.cpp).
 //
-// With a failure, one rank, the victim, stops before one of its kernels, for good or until the
-// others have given up; or refuses the call; or makes other calls from there on.  Or CTAs start
-// late: one of that kernel, and some of later ones on all ranks.  Then:
+// With a failure, one rank, the victim, stops before one of its kernels, also between the rounds of
+// a call, for good or until the others have given up; or refuses the call; or makes other calls
+// from there on.  Or CTAs start late: one of that kernel, and some of later ones on all ranks.
+// Then:
 //
 // - All kernels end.  A rank whose group has failed says because of which rank, where and why.
 // - Until then a rank has the right results; from then on it has NaN.
@@ -33,7 +36,8 @@ Sequence::Sequence(const Sizes& drawn)
     : sizes(drawn),
       states(drawn.ranks),
       mailboxes(drawn.ranks),
-      deadlines_ns(drawn.ranks, emu::kJump / 2) {
+      deadlines_ns(drawn.ranks, emu::kJump / 2),
+      calls_(drawn.ranks, Call::kNone) {
   shared_.control = {sizes.ranks,     sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
                      sizes.max_top_k, sizes.domains,   sizes.rounds};
   shared_.dispatch_bytes = dispatch_bytes(shared_.control, sizes.max_row_bytes);
@@ -50,9 +54,16 @@ Sequence::Sequence(const Sizes& drawn)
     std::memset(static_cast<void*>(&mailboxes[rank]), 0, sizeof(Mailbox));
   }
   if (sizes.domains > 1) make_wires();
+  emu::before_launch = [this](int rank) {
+    if (calls_[rank] == Call::kNone) return;
+    const bool begins_call = calls_[rank] == Call::kBegins;
+    calls_[rank] = Call::kGoesOn;
+    before_kernel(rank, begins_call);
+  };
 }
 
 Sequence::~Sequence() {
+  emu::before_launch = [](int) {};
   for (State& state : states) emu::forget_memory(&state);
 }
 
@@ -91,9 +102,10 @@ KernelContext Sequence::context(int rank, std::uint64_t call) {
 }
 
 void Sequence::launch(int rank, const std::function<void()>& queue) {
-  before_kernel(rank);
+  calls_[rank] = Call::kBegins;
   queue();
   emu::synchronize(rank);
+  calls_[rank] = Call::kNone;
 }
 
 void Sequence::refuse(int rank) {
@@ -101,7 +113,7 @@ void Sequence::refuse(int rank) {
   emu::synchronize(rank);
 }
 
-// As all ranks' hosts do before windows close.
+// As all ranks' hosts do before windows close: those of the group, or of a low-latency object.
 void Sequence::settle() {
   if (sizes.domains == 1) return;
   emu::run(sizes.ranks, [&](int rank) {
@@ -136,6 +148,11 @@ void run_without_failure(Sequence& sequence) {
     require(sequence.states[rank].failed == 0, "a wait was in vain: of rank ", rank, " for rank ",
             mailbox.failed_peer, ", in phase ", mailbox.failed_phase);
   }
+  // Windows close while words of a rank that has refused a call are still on their way.
+  const int victim = between(0, ranks - 1);
+  emu::run(ranks, [&](int rank) {
+    if (rank == victim) sequence.refuse(rank);
+  });
   sequence.settle();
   sequence.require_at_rest();
 }
@@ -159,8 +176,8 @@ class WithFailure {
     for (auto& deadline_ns : sequence.deadlines_ns) {
       deadline_ns = emu::kJump * between(0, 2) + emu::kJump / 2;
     }
-    sequence.before_kernel = [this](int rank) {
-      if (rank == victim_ && !has_stopped_) maybe_stop();
+    sequence.before_kernel = [this](int rank, bool begins_call) {
+      if (rank == victim_ && !has_stopped_) maybe_stop(begins_call);
       if (has_stopped_ && has_late_ctas_ && between(0, 1) == 0) emu::delay(rank, between(1, 4));
     };
   }
@@ -188,10 +205,12 @@ class WithFailure {
   struct Stopped {};
   static constexpr int kNever = 1 << 30;
 
-  void maybe_stop() {
+  void maybe_stop(bool begins_call) {
     if (--kernels_left_ >= 0) return;
     const int step = current_step_[victim_];
-    if (how_ == Failing::kDiffers && !sequence_.can_differ(step)) return;  // but the next may
+    const bool is_of_host = how_ == Failing::kRefuses || how_ == Failing::kDiffers;
+    if (is_of_host && !begins_call) return;                                // but the next may
+    if (how_ == Failing::kDiffers && !sequence_.can_differ(step)) return;  // likewise
     has_stopped_ = true;
     stopped_in_ = step;
     if (how_ == Failing::kRefuses) sequence_.refuse(victim_);
@@ -274,11 +293,13 @@ int main(int argc, char** argv) {
   const std::string kind = argv[1];
   const int ranks = std::atoi(argv[2]), first = std::atoi(argv[3]), number = std::atoi(argv[4]);
   if (argc > 5) emu::change_in_force = std::atoi(argv[5]);
+  if (kind == "paths") return print_paths(ranks, number), 0;
   for (int seed = first; seed < first + number; ++seed) {
     std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
     const auto sequence = draw_sequence(kind, ranks, Starts{seed % 2 == 1});
+    for (int closed = between(0, 2); closed > 0; --closed) sequence->settle();
     has_failure(kind) ? WithFailure(*sequence, kind).run() : run_without_failure(*sequence);
   }
   std::printf("OK: %d sequences\n", number);

@@ -13,6 +13,22 @@ using emu::one_of;
 
 namespace {
 
+// Rounds, and batches that have tokens for all of them, for some or, now and then, for one; chunks
+// are small, so that few tokens do.
+void draw_rounds(const std::string& kind, Sizes& sizes) {
+  sizes.rounds = kind == "many" ? one_of({1, 1, 2}) : one_of({1, 2, 3, 4});
+  emu::kChunk = sizes.rounds > 2   ? 32
+                : sizes.rounds > 1 ? one_of({32, 32, 64})
+                                   : one_of({32, 64, 128});
+  if (kind == "many") {
+    sizes.max_tokens = sizes.rounds == 1 ? between(2, 4) : 33;
+    return;
+  }
+  const int chunks = sizes.rounds + between(0, 1);
+  sizes.max_tokens = emu::kChunk * chunks - one_of({0, 1, between(0, emu::kChunk - 8)});
+  if (sizes.max_tokens > 64) sizes.max_row_bytes = std::min(sizes.max_row_bytes, 16 * 65);
+}
+
 Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& starts) {
   Sizes sizes{};
   sizes.ranks = ranks;
@@ -37,7 +53,7 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
     sizes.max_tokens = between(2, 4);
     sizes.max_row_bytes = 32;
   } else if (kind == "combines") {
-    sizes.max_tokens = domains > 1 ? 140 : 400;
+    sizes.max_tokens = 400;
     sizes.max_row_bytes = 16 * one_of({1, 4});
   } else if (kind == "calls") {
     sizes.max_tokens = 8;
@@ -48,7 +64,8 @@ Sizes draw_sizes(const std::string& kind, int ranks, int domains, const Starts& 
   }
   sizes.max_top_k = std::min(sizes.experts(), sizes.max_top_k);
   sizes.domains = domains;
-  if (domains > 1 && kind != "combines") sizes.rounds = one_of({1, 1, 2, 3});
+  emu::kChunk = 128;
+  if (domains > 1) draw_rounds(kind, sizes);
   return sizes;
 }
 
@@ -62,6 +79,7 @@ Shares shares_of(const std::string& kind) {
   if (kind == "dispatches") return {1, 8, 0};
   if (kind == "combines") return {1, 0, 0};
   if (kind == "plans") return {8, 1, between(5, 40)};
+  if (kind == "many") return {2, 4, 500};
   if (kind == "late") return {5, 3, 0};
   return {};
 }
@@ -82,7 +100,7 @@ std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const St
 
 Rows::Rows(const std::string& kind, const Sizes& drawn)
     : Sequence(drawn), kind_(kind), other_(one_of({0, 1, 2, 3, between(4, 10), between(11, 17)})) {
-  draw_steps(kind, kind == "many" ? 3 : has_failure(kind) ? between(4, 9) : between(5, 13));
+  draw_steps(kind, kind == "many" ? 4 : has_failure(kind) ? between(4, 9) : between(5, 13));
   if (has_failure(kind)) {  // a plan at the end: a rank that is alone does not get past it
     steps_.push_back(steps_.front());
     steps_.back().plan = static_cast<int>(routings_.size());
@@ -99,13 +117,15 @@ void Rows::draw_steps(const std::string& kind, int number) {
   std::vector<int> plans;  // those that can be used
   while (num_steps() < number) {
     Step step{};
-    const int what = plans.empty() ? 0 : kind == "many" ? 3 * num_steps() : between(0, 9);
+    const bool is_plan_next = plans.empty() || (kind == "many" && num_steps() < 2);
+    const int what = is_plan_next ? 0 : kind == "many" ? 3 * (num_steps() - 1) : between(0, 9);
     step.kind = what < shares.plans                       ? Step::kPlan
                 : what < shares.plans + shares.dispatches ? Step::kDispatch
                                                           : Step::kCombine;
     if (step.kind == Step::kPlan) {
       step.plan = static_cast<int>(routings_.size());
-      routings_.push_back(draw_routing(sizes, one_of({0, shares.bad_assignments})));
+      const bool is_bad = kind == "many" ? num_steps() == 0 : between(0, 1) == 0;
+      routings_.push_back(draw_routing(sizes, is_bad ? shares.bad_assignments : 0));
       if (!routings_.back().is_refused()) plans.push_back(step.plan);
     } else {
       step.plan = plans[emu::draw(plans.size())];
@@ -176,7 +196,7 @@ void Rows::dispatch(int rank, int number) {
   job.routes = plan.received;
   job.rail_routes = plan.rail_routes;
   const KernelContext me = context(rank, call_of(number, rank == differing));
-  const int sms = between(min_ctas(1), kSms);
+  const int sms = between(min_ctas(1), kind_ == "many" ? 2 : kSms);
   launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
@@ -287,7 +307,9 @@ void Rows::combine(int rank, int number) {
 
 // --- failures ------------------------------------------------------------------------------------
 
-int Rows::last_kernel() const { return (kind_ == "calls" ? 1 : 2) * num_steps(); }
+int Rows::last_kernel() const {
+  return kind_ == "calls" ? num_steps() : (1 + sizes.rounds) * num_steps();
+}
 
 bool Rows::is_agreed(int step) const {
   return steps_[step].kind == Step::kPlan && routings_[steps_[step].plan].limit == 0;
@@ -317,9 +339,11 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
           : step.kind == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
-  const bool is_in_step = states[rank].epoch - mailbox.failed_epoch < sizes.rounds;
-  require(step.kind == Step::kPlan || is_in_step, "failure: rank ", rank, " names operation ",
-          mailbox.failed_epoch);
+  // Each kernel is an operation, the last perhaps not over.  A plan's errors named the plan, or
+  // what a barrier counts.
+  const std::uint64_t kernels = step.kind == Step::kPlan ? 3 : sizes.rounds;
+  require(states[rank].epoch + 1 - mailbox.failed_epoch <= kernels, "failure: rank ", rank,
+          " names operation ", mailbox.failed_epoch, " after ", states[rank].epoch);
   if (how == Failing::kRefuses) {
     require(reason == Reason::kRefused && mailbox.failed_peer == victim, "failure: rank ", rank,
             " does not say that rank ", victim, " refused");

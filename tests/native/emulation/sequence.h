@@ -6,7 +6,8 @@
 //   dispatches   one dispatch after the other, of smaller shapes
 //   combines     one combine after the other, of some chunks
 //   chunks       more chunks of tokens than a CTA holds, and many CTAs
-//   many         one step of each kind, of small shapes, for more ranks than a warp has lanes
+//   many         two plans, the first with invalid assignments, and one step of each other kind, of
+//                small shapes, for more ranks than a warp has lanes
 //   experts      more experts on a rank than a warp has lanes, and many assignments
 //   plans        one plan after the other, with invalid assignments
 //   failures     a rank stops, comes late, refuses a call or makes another one (rounds.cpp)
@@ -16,7 +17,8 @@
 //   ll-many      the same, small, for more ranks than a warp has lanes, in several domains
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
 //   probes       probes of the network between domains of ranks (network.cpp)
-//   rails-...    rows, plans, failures or late, in several domains
+//   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in
+//   rounds
 #pragma once
 
 #include <cstdint>
@@ -82,7 +84,8 @@ class Sequence {
   std::deque<ncclep::native::State> states;
   std::deque<ncclep::native::Mailbox> mailboxes;
   std::vector<std::uint64_t> deadlines_ns;
-  std::function<void(int rank)> before_kernel = [](int) {};
+  // Called before each kernel of a step; a call has several where it is made in rounds.
+  std::function<void(int rank, bool begins_call)> before_kernel = [](int, bool) {};
   int differing = -1;  // the rank whose next steps are other calls
 
  protected:
@@ -92,14 +95,17 @@ class Sequence {
   const ncclep::native::Rails* rails(int rank, int window = 0);
   void add_to_network(int rank, Memory& window);
   bool has_failed(int rank) const { return states[rank].failed != 0; }
-  // Queues a kernel on the rank's stream and waits until it is over.
+  // Queues a call's kernels on the rank's stream and waits until they are over.
   void launch(int rank, const std::function<void()>& queue);
 
  private:
   void make_wires();
   bool has_bytes_on_the_way(int rank) const;
   void let_everything_arrive();
+  enum class Call { kNone, kBegins, kGoesOn };
+
   ncclep::native::KernelContext shared_{};
+  std::vector<Call> calls_;                 // by rank
   std::unique_ptr<Wires, EndWires> wires_;  // in several domains
   std::deque<Memory> control_, rows_;
 };
@@ -110,3 +116,6 @@ std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
 // A number of domains, at least 2.
 int draw_domains(int ranks);
 std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts);
+
+// No sequences, but how long the paths of kernels are on a rank of a group (paths.cpp).
+void print_paths(int ranks, int domains);

@@ -26,6 +26,10 @@ SOURCES = (
 # Smaller than on a GPU: CTAs, because a thread is a fiber here, and what is done at a time, so that
 # small shapes come to the second time.
 SMALLER = {
+    "native/state.h": {
+        "constexpr int kChunk = 128;": "using emu::kChunk;",
+        "constexpr int num_chunks_of(": "inline int num_chunks_of(",
+    },
     "native/rows/cta_roles.h": {
         "kWarps = 16;": "kWarps = 6;",
         "kRingBytes = 200 * 1024;": "kRingBytes = 200 * 64;",
@@ -33,6 +37,7 @@ SMALLER = {
     },
     "native/plan/chunks.cuh": {
         "kPlanThreads = 512;": "kPlanThreads = 128;",
+        'static_assert(kChunk == 128, "a bitmap is two words of 64 bits");': "",
         "constexpr std::size_t kMaxHeldBytes = 148 * 1024;": "using emu::kMaxHeldBytes;",
         "kUnroll = 24;": "kUnroll = 2;",
         "kUnroll = 4;": "kUnroll = 2;",

@@ -9,7 +9,10 @@ using cudaEvent_t = struct CUevent_st*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 constexpr unsigned int cudaHostAllocMapped = 2, cudaEventDisableTiming = 2,
                        cudaStreamNonBlocking = 1;
@@ -42,15 +45,20 @@ inline cudaError_t cudaSetDevice(int) { return standin::result(); }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
   return *stream = nullptr, standin::result();
 }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return standin::result(); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return standin::result(); }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = 132, standin::result();
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
   return std::memset(to, value, num_bytes), standin::result();
 }
+// Of large memory, which is only addressed here, the two ends.
 inline cudaError_t cudaMemset(void* to, int value, std::size_t num_bytes) {
-  return cudaMemsetAsync(to, value, num_bytes, nullptr);
+  constexpr std::size_t kMost = std::size_t{1} << 20;
+  if (num_bytes <= 2 * kMost) return cudaMemsetAsync(to, value, num_bytes, nullptr);
+  std::memset(to, value, kMost);
+  return cudaMemsetAsync(static_cast<char*>(to) + num_bytes - kMost, value, kMost, nullptr);
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes,
                                    cudaMemcpyKind, cudaStream_t) {

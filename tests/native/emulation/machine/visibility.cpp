@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -35,13 +36,22 @@ std::map<int, const Known*> seen_by_ranks;
 
 constexpr int kCtas = 9, kRanks = 72;  // the last one is the network
 struct Known {
-  int last[kRanks * kCtas];
+  int last[kRanks * kCtas];  // of which `num_ctas` are used
 };
 
 namespace {
 
-std::deque<Known> all_known;
+int num_ctas = 0;  // of all ranks that there are
+std::deque<std::unique_ptr<Known>> all_known;
 int last_given[kRanks * kCtas];
+
+// A copy of what is known, to which more is added.
+Known* more_than(const Known* known) {
+  Known* const more = all_known.emplace_back(new Known).get();
+  known == nullptr ? std::fill_n(more->last, num_ctas, 0)
+                   : std::copy_n(known->last, num_ctas, more->last);
+  return more;
+}
 
 int number_of(const Cta& cta) { return cta.rank * kCtas + cta.index % kCtas; }
 
@@ -98,6 +108,7 @@ void give(Fiber& fiber, std::size_t number) {
 // A plain store that is about to happen.
 void note_store(void* address, std::size_t num_bytes) {
   char* to = static_cast<char*>(address);
+  note_access(to);
   if (!is_in_kernel() || self().is_on_stack(to)) return;
   if (note_store_to_shared(to, num_bytes) || find_region(to) == nullptr) return;
   split(to, num_bytes, [&](char* where, std::size_t size) {
@@ -118,6 +129,11 @@ std::size_t covered(const Fiber& other) {
 
 void add_memory(void* memory, std::size_t num_bytes) {
   if (num_bytes > 0) regions[static_cast<char*>(memory)] = {num_bytes, {}};
+}
+
+void begin_run(int num_ranks) {
+  EMU_REQUIRE(num_ranks <= kRanks);
+  num_ctas = num_ranks * kCtas;
 }
 
 void forget_memory(void* memory) {
@@ -148,6 +164,7 @@ void store_for_all(void* to, const void* from, std::size_t num_bytes) {
 }
 
 void load(void* to, const void* from, std::size_t num_bytes, const Known* seen, bool in_bulk) {
+  note_access(from);
   std::memcpy(to, from, num_bytes);
   char* start = const_cast<char*>(static_cast<const char*>(from));
   const Region* region = find_region(start);
@@ -191,8 +208,8 @@ void begin_thread() {
 
 void learn(const Known*& own, const Known* other) {
   if (own == other || other == nullptr) return;
-  bool has_more = own == nullptr, has_less = false;
-  for (int i = 0; own != nullptr && i < kRanks * kCtas; ++i) {
+  int has_more = own == nullptr, has_less = 0;
+  for (int i = 0; own != nullptr && i < num_ctas; ++i) {
     has_more |= other->last[i] > own->last[i];
     has_less |= other->last[i] < own->last[i];
   }
@@ -201,18 +218,18 @@ void learn(const Known*& own, const Known* other) {
     own = other;
     return;
   }
-  Known both = *own;
-  for (int i = 0; i < kRanks * kCtas; ++i) both.last[i] = std::max(both.last[i], other->last[i]);
-  own = &all_known.emplace_back(both);
+  Known* const both = more_than(own);
+  for (int i = 0; i < num_ctas; ++i) both->last[i] = std::max(both->last[i], other->last[i]);
+  own = both;
 }
 
 // Adds what the CTA of the fiber that runs has given.
 static void learn_own(const Known*& known) {
   const int cta = number_of(*self().cta), number = last_given[cta];
   if (has_seen(known, cta, number)) return;
-  Known more = known == nullptr ? Known{} : *known;
-  more.last[cta] = number;
-  known = &all_known.emplace_back(more);
+  Known* const more = more_than(known);
+  more->last[cta] = number;
+  known = more;
 }
 
 const Known* seen_by(int rank) { return seen_by_ranks[rank]; }
@@ -289,6 +306,18 @@ void require_fenced(const char* shared, std::size_t num_bytes) {
   fail("a bulk copy uses shared memory that was stored into, without a fence");
 }
 
+void note_access(const void* address) {
+  if (!is_measuring || !is_in_kernel()) return;
+  const auto is_in = [at = static_cast<const char*>(address)](const std::vector<char>& memory) {
+    return memory.data() <= at && at < memory.data() + memory.size();
+  };
+  const Cta& cta = *self().cta;
+  const bool is_shared =
+      is_in(cta.dynamic) || std::any_of(cta.statics.begin(), cta.statics.end(),
+                                        [&](const auto& each) { return is_in(each.second); });
+  if (is_shared || find_region(static_cast<const char*>(address)) != nullptr) take_step();
+}
+
 void give_some() {
   settle();
   View& view = self().view;
@@ -309,12 +338,12 @@ void end_thread() {
 // --- what the compiler calls ---------------------------------------------------------------------
 
 #define EMU_ACCESS(bytes)                                                      \
-  void __tsan_read##bytes(void*) {}                                            \
+  void __tsan_read##bytes(void* from) { emu::note_access(from); }              \
   void __tsan_write##bytes(void* to) { emu::note_store(to, bytes); }           \
-  void __tsan_unaligned_read##bytes(void*) {}                                  \
+  void __tsan_unaligned_read##bytes(void* from) { emu::note_access(from); }    \
   void __tsan_unaligned_write##bytes(void* to) { emu::note_store(to, bytes); } \
-  void __tsan_volatile_read##bytes(void*) {}                                   \
-  void __tsan_volatile_write##bytes(void*) {}
+  void __tsan_volatile_read##bytes(void* from) { emu::note_access(from); }     \
+  void __tsan_volatile_write##bytes(void* to) { emu::note_access(to); }
 extern "C" {
 EMU_ACCESS(1)
 EMU_ACCESS(2)
