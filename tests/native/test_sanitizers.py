@@ -131,7 +131,17 @@ def test_exchange(built: Path, program: str, case: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-CASES = ["failures", "order", "sizes", "late", "growth", "waiting", "results", "arguments", "domains"]
+CASES = [
+    "failures",
+    "order",
+    "sizes",
+    "late",
+    "growth",
+    "waiting",
+    "results",
+    "arguments",
+    "domains",
+]
 
 
 @pytest.mark.parametrize("case", CASES)
