@@ -47,9 +47,10 @@ HOST = [
 MISTAKES = {
     "new windows are taken to have received the last plan": (Change(
         "native/host/group.cpp",
-        "clear_memory(&state_->received, sizeof(state_->received));", ""), "launched.received == 0"),
+        "clear_memory(&state_->received, sizeof(state_->received));", ""),
+        "launched.received == 0"),
     "rounds are those of the windows before": (Change(
-        "native/host/group.cpp", "control.num_rounds = num_rounds_for(", "(void)num_rounds_for("),
+        "native/host/group.cpp", "num_rounds_for(control, «row_bytes»,", "std::size_t{0}"),
         "launched.num_rounds > 1"),
     "a group closes while something is on its way": (Change(
         "native/host/group.cpp", "longest_timeout_s_);\n  «settle();»", ""),
