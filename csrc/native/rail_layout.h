@@ -5,8 +5,9 @@
 // peer is for the ranks of that domain, who find it in the rail peer's window: so a rank of another
 // domain is one more source, whose window is that of its rail peer.
 //
-// A *node token* is a token that has assignments in another domain.  There it is known by its index
-// among its source's tokens for that domain: its rows lie one after the other.
+// A *node token* is a token that has assignments in another domain.  There it is known by its chunk
+// and its index among the chunk's tokens for that domain: its *name* is chunk * kChunk + index.  Rows
+// of node tokens lie one after the other.
 //
 // Letters as in state.h; D domains of L ranks.  `[d]` is for, or of, the rail peer in domain d.
 #pragma once
@@ -25,9 +26,8 @@ struct RailLayout {
 
   NCCLEP_BOTH int num_domains() const { return control.num_domains; }
   NCCLEP_BOTH int local_ranks() const { return control.local_ranks(); }
-  // Words of a rank's counts for one domain: for each of its ranks those of Control::counts, and
-  // the source's tokens there.
-  NCCLEP_BOTH int num_counts() const { return local_ranks() * (control.num_local() + 1) + 1; }
+  // Words of a rank's counts for one domain: for each of its ranks those of Control::counts.
+  NCCLEP_BOTH int num_counts() const { return local_ranks() * (control.num_local() + 1); }
   NCCLEP_BOTH std::size_t tokens() const {
     return static_cast<std::size_t>(num_domains()) * control.max_tokens;
   }
@@ -53,15 +53,16 @@ struct RailLayout {
     return assignment_routes() +
            num_domains() * local_ranks() * control.assignments() * sizeof(AssignmentRoute);
   }
-  // uint32 [D][T], on their way and there: the ranks of the domain that have rows of a node token,
+  // On their way and there, for each domain: int32 [plan's chunks + 1], the node tokens before each
+  // chunk; then uint32 [T], the ranks of the domain that have rows of the node token with this name,
   // one bit for each place.
-  NCCLEP_BOTH std::size_t sent_token_ranks() const {
-    return pair_routes() + local_ranks() * tokens() * sizeof(PairRoute);
+  NCCLEP_BOTH std::size_t sent_nodes(int domain) const {
+    return pair_routes() + local_ranks() * tokens() * sizeof(PairRoute) + domain * nodes_bytes();
   }
-  NCCLEP_BOTH std::size_t token_ranks() const { return sent_token_ranks() + tokens() * 4; }
+  NCCLEP_BOTH std::size_t nodes(int domain) const { return sent_nodes(num_domains() + domain); }
   // int32 [D][L][chunks + 1], for the ranks of this domain to fetch.
-  NCCLEP_BOTH std::size_t chunk_pairs() const { return token_ranks() + tokens() * 4; }
-  // float [D][T * K], on their way and there: what combine returns for assignments of node tokens.
+  NCCLEP_BOTH std::size_t chunk_pairs() const { return nodes(num_domains()); }
+  // float [D][T * K], on their way and there: what combine returns for assignments of rail peers.
   NCCLEP_BOTH std::size_t sent_values() const {
     return chunk_pairs() +
            static_cast<std::size_t>(num_domains()) * local_ranks() * (control.max_chunks() + 1) * 4;
@@ -73,6 +74,9 @@ struct RailLayout {
   NCCLEP_BOTH std::size_t counts_bytes() const {
     return static_cast<std::size_t>(num_domains()) * num_counts() * 8;
   }
+  NCCLEP_BOTH std::size_t nodes_bytes() const {
+    return std::size_t{4} * (control.max_chunks() + 1 + control.max_tokens);
+  }
   NCCLEP_BOTH std::size_t values_bytes() const { return num_domains() * control.assignments() * 4; }
 };
 
@@ -82,8 +86,8 @@ NCCLEP_BOTH inline int number_among_others(int own, int domain) {
 }
 
 // Rounds: where rows windows for all tokens would be large, dispatch and combine are several
-// kernels each, one after the other, for so many tokens of a rank, and so many node tokens of each
-// domain. A node token is in the round of its token, or in an earlier one.
+// kernels each, one after the other, for so many tokens of a rank.  A node token is in the round of
+// its token.
 
 // Calls launch(begin, end) for each round of at most `most_tokens` tokens; at least once.
 template <typename Launch>
@@ -113,25 +117,24 @@ struct RailRows {
   }
 };
 
-// The part of a rows window that combine uses, after both halves.  Of a round: sums of ranks for
-// this rank's tokens and for node tokens of its rail peers, [domain][token][place]; then domains'
-// sums of node tokens on their way to each rail peer.  Of all rounds: domains' sums of this rank's
-// tokens, by domain.
+// The part of a rows window that combine uses for a round, after both halves: sums of ranks for this
+// rank's tokens and for node tokens of its rail peers, [domain][token][place]; then domains' sums of
+// node tokens on their way to each rail peer; then domains' sums of this rank's tokens, by domain.
 struct RailSums {
   std::size_t dispatch_bytes;
-  int num_domains, local_ranks, num_rounds;
+  int num_domains, local_ranks;
 
   NCCLEP_BOTH std::size_t of_ranks(int domain) const { return at(domain * local_ranks); }
   NCCLEP_BOTH std::size_t sent(int own, int domain) const {
     return at(num_ranks() + number_among_others(own, domain));
   }
   NCCLEP_BOTH std::size_t of_domain(int domain) const {
-    return at(num_ranks() + num_domains - 1 + num_rounds * domain);
+    return at(num_ranks() + num_domains - 1 + domain);
   }
   // In the parts of a RailRows; of a group of one domain a row of each rank for each token.
   NCCLEP_BOTH int num_parts() const {
     if (num_domains == 1) return local_ranks;
-    return num_ranks() + num_domains - 1 + num_rounds * num_domains;
+    return num_ranks() + 2 * num_domains - 1;
   }
 
  private:
@@ -148,7 +151,7 @@ inline std::size_t dispatch_bytes(const Control& control, std::size_t row_bytes)
 
 // Bytes of a rows window.
 inline std::size_t rows_window_bytes(const Control& control, std::size_t row_bytes) {
-  const RailSums sums{0, control.num_domains, control.local_ranks(), control.num_rounds};
+  const RailSums sums{0, control.num_domains, control.local_ranks()};
   return 2 * dispatch_bytes(control, row_bytes) +
          row_bytes * control.round_tokens() * sums.num_parts();
 }

@@ -40,7 +40,6 @@ class Puts:
         ranks_on_each: int,
         experts_on_rank: int,
         num_tokens: int,
-        node_tokens: float,
         pairs: float,
         assignments: float,
     ) -> Puts:
@@ -48,14 +47,13 @@ class Puts:
 
         Args:
             ranks_on_each, experts_on_rank: L and E / R.
-            num_tokens: of the rank with the most.
-            node_tokens: this rank's tokens with assignments in the peer's domain.
+            num_tokens: of the rank with the most, and of this one in whole chunks.
             pairs, assignments: those of (token, rank) and of (token, expert) there.
         """
-        counts = 8 * (ranks_on_each * (experts_on_rank + 1) + 1)
-        chunks = 4 * ranks_on_each * (-(-num_tokens // CHUNK) + 1)
-        routes = 8 * assignments + 8 * pairs + chunks + 4 * node_tokens
-        return cls(2 + 3 * ranks_on_each, counts + routes)
+        counts = 8 * ranks_on_each * (experts_on_rank + 1)
+        num_chunks = -(-num_tokens // CHUNK)
+        chunks = 4 * (ranks_on_each + 1) * (num_chunks + 1) + 4 * num_chunks * CHUNK
+        return cls(2 + 3 * ranks_on_each, counts + 8 * assignments + 8 * pairs + chunks)
 
     @classmethod
     def of_rows(
@@ -65,7 +63,6 @@ class Puts:
         phases: int = MOST_PHASES,
         weights: float = 0,
         rounds: int = 1,
-        rounds_with_weights: int = 1,
     ) -> Puts:
         """Of a dispatch or a combine.
 
@@ -73,11 +70,10 @@ class Puts:
             node_tokens: rows: in dispatch this rank's for the peer, in combine the peer's.
             row_bytes: of a row.
             phases: messages with rows in a round.
-            weights: numbers that go with them: T * K in dispatch, node_tokens * K in combine, or 0.
+            weights: numbers that go with them: T * K, in combine in whole chunks, or 0.
             rounds: kernels.
-            rounds_with_weights: in dispatch the first, in combine all.
         """
-        messages = rounds * (1 + phases) + (rounds_with_weights * phases if weights else 0)
+        messages = rounds * (1 + phases + (phases if weights else 0))
         return cls(messages, 8 * rounds + node_tokens * row_bytes + 4 * weights)
 
 
@@ -157,11 +153,11 @@ class NetworkModel:
         pairs = tokens * self.ranks_on_each * self._needed(ranks)
         sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
         rows: dict[str, Any] = {"node_tokens": crossing, "row_bytes": self.row_bytes}
-        rows["rounds"] = rounds = self.rounds(nodes)
+        rows["rounds"] = self.rounds(nodes)
         return [
-            Puts.of_plan(*sizes, crossing, pairs, tokens * self.top_k / nodes),
+            Puts.of_plan(*sizes, pairs, tokens * self.top_k / nodes),
             Puts.of_rows(**rows, weights=tokens * self.top_k),
-            Puts.of_rows(**rows, weights=crossing * self.top_k, rounds_with_weights=rounds),
+            Puts.of_rows(**rows, weights=self._most_chunks * CHUNK * self.top_k),
         ]
 
     def window_bytes(self, nodes: int, rounds: int) -> int:
@@ -169,11 +165,11 @@ class NetworkModel:
 
         Of a round: two halves for dispatch, each with this rank's rows and, for each other node,
         those on their way there and those from there; the sums of all ranks, and those on their way
-        to other nodes.  Of all rounds: the sums of all nodes.
+        to other nodes, and those of all nodes.
         """
         round_tokens = -(-self._most_chunks // rounds) * CHUNK
-        of_a_round = 2 * (2 * nodes - 1) + nodes * self.ranks_on_each + nodes - 1
-        return (of_a_round + rounds * nodes) * round_tokens * self.row_bytes
+        rows = 2 * (2 * nodes - 1) + nodes * self.ranks_on_each + 2 * nodes - 1
+        return rows * round_tokens * self.row_bytes
 
     def rounds(self, nodes: int) -> int:
         """The kernels of a dispatch or a combine with `native`, each for a part of the tokens."""

@@ -94,12 +94,8 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
   if constexpr (R::kAreThere) {
     const int columns = num_experts + layout.num_ranks + layout.num_domains;
     for (int i = threadIdx.x; i < columns; i += kPlanThreads) __stcg(scratch.totals + i, total[i]);
-    if (has_rail_peer(me, threadIdx.x)) {
-      *sent_count(me, threadIdx.x, RailLayout{layout}.num_counts() - 1) =
-          total[columns - layout.num_domains + threadIdx.x];
-    }
     return exchange_counts(
-        me, rails, scratch, plans, [&](int rank, int source, int column, std::uint32_t value) {
+        me, rails, plans, [&](int rank, int source, int column, std::uint32_t value) {
           post_numbered(count_word(me.control_of[rank], layout, plans, source, column), plans,
                         value);
         });
@@ -242,12 +238,16 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       assignments = warp_sum(assignments);
       if (lane == 0) {
         tile.of_rank[i] = assignments;
-        if (!R::kAreThere || is_local(me, rank)) {
-          chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] =
-              before[num_experts + rank];
-        }
+        chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
       }
       if constexpr (!R::kAreThere) scan_tokens(tile.of_token + i * kChunk);
+    }
+    if constexpr (R::kAreThere) {
+      for (int i = threadIdx.x; i < chunks * layout.num_domains; i += kPlanThreads) {
+        const int chunk = i / layout.num_domains, domain = i % layout.num_domains;
+        write_num_nodes(me, plan, domain, first + chunk,
+                        tile.before[chunk * columns + partition.column_of_domain(domain)]);
+      }
     }
     __syncthreads();
     const int tokens = min(partition.num_tokens - first * kChunk, chunks * kChunk);
@@ -275,7 +275,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       int name = first * kChunk + token;
       if constexpr (R::kAreThere) {
         const int domain = partition.column_of_domain(layout.domain_of(rank));
-        if (!is_local(me, rank)) name = before[domain] + count_before(bitmaps[domain], place);
+        if (!is_local(me, rank)) name += count_before(bitmaps[domain], place) - place;
       }
       pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {name,
                                                                                 first_assignment};
@@ -294,13 +294,13 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       if constexpr (R::kAreThere) {
         const int chunk = token / kChunk * columns;
         write_node_tokens(me, plan, partition, tile.bitmaps + chunk, tile.before + chunk,
-                          first * kChunk + token, place, tile.assignments + token * top_k);
+                          first * kChunk + token, tile.assignments + token * top_k);
       }
     }
   });
 }
 
-// The pairs of a rank before chunks that no token or node token begins.
+// The pairs of a rank, and the node tokens, before chunks that no token begins.
 template <typename R>
 __device__ void write_ends(const KernelContext& me, const PlanCount& plan,
                            const TokenPartition& partition, const int* total) {
@@ -309,13 +309,13 @@ __device__ void write_ends(const KernelContext& me, const PlanCount& plan,
       reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
   for (int i = threadIdx.x; i < layout.num_ranks * (plan.most_chunks + 1); i += kPlanThreads) {
     const int rank = i % layout.num_ranks, chunk = i / layout.num_ranks;
-    int tokens = partition.num_tokens;
-    if constexpr (R::kAreThere) {
-      const int column = partition.column_of_domain(layout.domain_of(rank));
-      if (!is_local(me, rank)) tokens = total[column];
-    }
+    const int tokens = partition.num_tokens;
     if (chunk < (tokens + kChunk - 1) / kChunk) continue;
     chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] = total[layout.num_experts + rank];
+    if constexpr (R::kAreThere) {
+      if (rank >= layout.num_domains) continue;
+      write_num_nodes(me, plan, rank, chunk, total[partition.column_of_domain(rank)]);
+    }
   }
 }
 

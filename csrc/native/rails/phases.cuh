@@ -16,35 +16,31 @@
 namespace ncclep::native {
 
 // Phases are those of a round.  The first two have half as many tokens as the others.  The bounds
-// are the same on all ranks.
+// are the same on all ranks.  With several domains they are those of chunks, so that the numbers of
+// node tokens before them are known; phases may then have no tokens.
+template <typename R>
+__device__ int phase_unit() {
+  return R::kAreThere ? kChunk : 1;
+}
+
 template <typename Job>
 __device__ int halves_of(const Job& job) {
   return max(1, 2 * (job.num_phases - 1));
 }
 
-template <typename Job>
-__device__ int part_up_to(const Job& job, int phase, int tokens) {
-  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
-  return (tokens * half + halves - 1) / halves;
-}
-
-template <typename Job>
+template <typename R, typename Job>
 __device__ int phase_start(const Job& job, int phase) {
-  return job.begin + part_up_to(job, phase, job.end - job.begin);
+  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
+  const int units = (job.end - job.begin) / phase_unit<R>();
+  return job.begin + (units * half + halves - 1) / halves * phase_unit<R>();
 }
 
-template <typename Job>
+// Of a token, or of a node token's name.
+template <typename R, typename Job>
 __device__ int phase_of(const Job& job, int token) {
-  const int half = (token - job.begin) * halves_of(job) / (job.end - job.begin);
+  const int half = (token - job.begin) / phase_unit<R>() * halves_of(job) /
+                   ((job.end - job.begin) / phase_unit<R>());
   return half < 2 ? half : half / 2 + 1;
-}
-
-// Weights of all tokens go with the first round, because a token may be in a later one than it is
-// as node token.
-template <typename Job>
-__device__ int weights_start(const Job& job, int phase) {
-  return job.begin > 0 ? job.num_tokens
-                       : min(job.num_tokens, part_up_to(job, phase, job.most_tokens));
 }
 
 // The pairs of a source in the round: from the first, up to the end.
@@ -59,6 +55,15 @@ __device__ int end_pair(const Job& job, int source) {
   const ReceivedRoutes& routes = job.routes;
   if constexpr (!R::kAreThere) return routes.first_pair[source + 1];
   return routes.chunk_pair[source * (routes.num_chunks + 1) + (job.end + kChunk - 1) / kChunk];
+}
+
+// The place in the round's windows of a token of this domain, or of the node token of a source of
+// another one that this domain knows by a name.
+template <typename R, typename Job>
+__device__ int place_in_round(const KernelContext& me, const Job& job, int source, int name) {
+  if (!R::kAreThere || is_local(me, source)) return name - job.begin;
+  const RailRoutes& routes = job.rail_routes;
+  return routes.num_before(source, name) - routes.num_before(source, job.begin) + name % kChunk;
 }
 
 // The address on `rank` of the weights of `source`'s assignments.
@@ -92,22 +97,22 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
   };
   if (!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)) return;
   const RailRows rows{me.dispatch_bytes, me.control.num_domains};
-  const int start = phase_start(job, phase), end = phase_start(job, phase + 1);
-  const int own = me.control.domain_of(me.rank);
+  const int start = phase_start<R>(job, phase), end = phase_start<R>(job, phase + 1);
+  const int own = me.control.domain_of(me.rank), last = min(end, job.num_tokens);
   for (int domain = 0; domain < me.control.num_domains; ++domain) {
     if (domain == own) continue;
-    const int first_token = weights_start(job, phase), last = weights_start(job, phase + 1);
-    if (job.has_weights && last > first_token) {
-      const float* weights = weights_at(me, me.rank, me.rank, calls % 2) + first_token * job.top_k;
+    if (job.has_weights && last > start) {
+      const float* weights = weights_at(me, me.rank, me.rank, calls % 2) + start * job.top_k;
       const std::size_t at = reinterpret_cast<const char*>(weights) - me.control_of[me.rank];
-      const std::size_t num_bytes = sizeof(float) * (last - first_token) * job.top_k;
+      const std::size_t num_bytes = sizeof(float) * (last - start) * job.top_k;
       put(me, rails, kControlWindow, domain, at, at, num_bytes);
     }
-    const std::size_t first = std::size_t{1} * (start - job.begin) * job.row_bytes;
-    const int num_rows = max(0, min(end, job.rail_routes.num_sent[domain]) - start);
-    put(me, rails, kRowsWindow, domain, parity * me.dispatch_bytes + rows.put(domain, own) + first,
-        parity * me.dispatch_bytes + rows.sent(own, domain) + first,
-        std::size_t{1} * num_rows * job.row_bytes, kRowsPut);
+    const int first = job.rail_routes.num_sent(domain, start);
+    const std::size_t num_rows = job.rail_routes.num_sent(domain, end) - first;
+    const std::size_t at = parity * me.dispatch_bytes + std::size_t{1} * job.row_bytes *
+                                (first - job.rail_routes.num_sent(domain, job.begin));
+    put(me, rails, kRowsWindow, domain, at + rows.put(domain, own), at + rows.sent(own, domain),
+        num_rows * job.row_bytes, kRowsPut);
   }
   atomicExch(&me.state->put_phases, phase + 1 < job.num_phases ? phase + 1 : 0u);
 }

@@ -75,8 +75,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     if (!found.is_there || lane >= found.end - found.first) return;
     found.slot = routes.assignment_slot[found.first + lane];
     if (sends_weights) {
-      found.index = value_of<R>(me, job, iterator.source, found.token,
-                                routes.assignment_index[found.first + lane]);
+      found.index = routes.assignment_index[found.first + lane];
     }
   };
   Pair now, following = find(), second = find();

@@ -12,7 +12,7 @@
 // nothing.  When it has seen all phases, it puts the weights into their slots.
 //
 // With several NVLink domains (rail_layout.h), staging CTAs also pack the rows of node tokens, in
-// the same phases, counted by node tokens, and put each phase to the rail peers.  A warp of the
+// the phases of their tokens, and put each phase to the rail peers.  A warp of the
 // last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
 // own.
 //
@@ -77,10 +77,11 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
 }
 
 // Copies one warp's share of a phase's rows into this rank's window: to each place from `start` to
-// `end` the row of the token `token_at(place)`, unless that is -1; the round is at its start.
+// `end` the row of the token `token_at(place)`, unless that is -1; `first` is at its start.
 template <typename TokenAt>
 __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ring, int warp,
-                           int num_warps, int start, int end, char* window, TokenAt&& token_at) {
+                           int num_warps, int first, int start, int end, char* window,
+                           TokenAt&& token_at) {
   const int lane = threadIdx.x % kWarpSize;
   int place = start + warp, piece = 0;
   int token = place < end ? token_at(place) : -1;
@@ -94,7 +95,7 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
     if (place >= end) return false;
     const int begin = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
-    offset[s] = static_cast<std::size_t>(place - job.begin) * job.row_bytes + begin;
+    offset[s] = static_cast<std::size_t>(place - first) * job.row_bytes + begin;
     if (lane == 0) {
       start_load(ring.pieces + s * shape.piece_bytes,
                  job.x + static_cast<std::size_t>(token) * job.row_bytes + begin, bytes[s],
@@ -125,27 +126,24 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {
-    const int start = phase_start(job, phase);
-    const int end = min(phase_start(job, phase + 1), job.num_tokens);
+    const int start = phase_start<R>(job, phase), next = phase_start<R>(job, phase + 1);
+    const int end = min(next, job.num_tokens);
     if (warp == 0) {
-      if (job.has_weights) {
-        stage_weights<R>(me, job, num_ctas, weights_start(job, phase),
-                         weights_start(job, phase + 1), calls % 2);
-      }
+      if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, calls % 2);
     } else if (warp <= shape.warps) {
       const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
-      stage_rows(job, shape, ring, number, warps, start, end, window,
+      stage_rows(job, shape, ring, number, warps, job.begin, start, end, window,
                  [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
       if constexpr (R::kAreThere) {
         const RailRows rows{me.dispatch_bytes, layout.num_domains};
         const int own = layout.domain_of(me.rank);
         for (int domain = 0; domain < layout.num_domains; ++domain) {
           if (domain == own) continue;
-          const int last = min(phase_start(job, phase + 1), job.rail_routes.num_sent[domain]);
-          const std::int32_t* token_of =
-              job.rail_routes.token_of + std::int64_t{domain} * job.rail_routes.num_tokens;
-          stage_rows(job, shape, ring, number, warps, start, last, window + rows.sent(own, domain),
-                     [&](int place) { return token_of[place]; });
+          const RailRoutes& routes = job.rail_routes;
+          const std::int32_t* token_of = routes.token_of + std::int64_t{domain} * routes.num_tokens;
+          stage_rows(job, shape, ring, number, warps, routes.num_sent(domain, job.begin),
+                     routes.num_sent(domain, start), routes.num_sent(domain, next),
+                     window + rows.sent(own, domain), [&](int node) { return token_of[node]; });
         }
       }
       fence_for_bulk_copies();
@@ -231,9 +229,7 @@ __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int s
   if (source == me.rank) return 0;
   const int first = first_pair<R>(job, source), end = end_pair<R>(job, source);
   if (end == first) return 0;
-  // A node token's weights come with the phase of the token, its row perhaps earlier.
-  if (job.has_weights && !is_local(me, source)) return job.num_phases;
-  return phase_of(job, job.routes.pair_token[end - 1]) + 1;
+  return phase_of<R>(job, job.routes.pair_token[end - 1]) + 1;
 }
 
 // Pulls rows into their slots until all of them are taken.  Called by one warp.
@@ -297,7 +293,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     second = find();
     find_slots(following);
     if (now.source != me.rank &&
-        !seen.wait_for_unit(progress, now.source, phase_of(job, now.token))) {
+        !seen.wait_for_unit(progress, now.source, phase_of<R>(job, now.token))) {
       return following.is_there = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
@@ -305,7 +301,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     if (lane == 0) {
       const bool is_own = now.source == me.rank;
       const char* base = is_own ? job.x : rows_from<R>(me, now.source, parity);
-      const int place = is_own ? now.token : now.token - job.begin;
+      const int place = is_own ? now.token : place_in_round<R>(me, job, now.source, now.token);
       start_load(ring.pieces + s * shape.piece_bytes,
                  base + static_cast<std::size_t>(place) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);

@@ -43,25 +43,19 @@ __device__ float* values_for(const KernelContext& me, int source) {
   return reinterpret_cast<float*>(me.control_of[source] + me.control.values());
 }
 
-template <typename R>
-__device__ int value_of(const KernelContext& me, const Combine& job, int source, int token,
-                        int index) {
-  if (!R::kAreThere || is_local(me, source)) return index;
-  return token * job.top_k + index % job.top_k;  // by node tokens
-}
-
-// The end of the tokens whose sums this rank makes for `domain` up to this round: its own, or node
-// tokens.
-__device__ inline int end_of_sums(const KernelContext& me, const Combine& job, int domain) {
-  const bool is_own = domain == me.control.domain_of(me.rank);
-  return min(job.end, is_own ? job.num_tokens : job.rail_routes.num_here[domain]);
+// The sums that this rank makes for `domain` before the phase that begins at `token`: of its own
+// tokens, or of node tokens.
+__device__ inline int sums_before(const KernelContext& me, const Combine& job, int domain,
+                                  int token) {
+  if (domain == me.control.domain_of(me.rank)) return min(token, job.num_tokens);
+  return job.rail_routes.num_before(rail_peer_in(me, domain), token);
 }
 
 // Waits until the sums of a phase are done, by warps of this rank: those have deadlines.
-__device__ inline bool wait_for_sums(const KernelContext& me, const Combine& job, int domain,
-                                     int phase) {
-  const int end = end_of_sums(me, job, domain);
-  const int goal = min(end, phase_start(job, phase + 1)) - min(end, phase_start(job, phase));
+template <typename R>
+__device__ bool wait_for_sums(const KernelContext& me, const Combine& job, int domain, int phase) {
+  const int goal = sums_before(me, job, domain, phase_start<R>(job, phase + 1)) -
+                   sums_before(me, job, domain, phase_start<R>(job, phase));
   while (static_cast<int>(atomicAdd(&me.state->summed[domain][phase], 0u)) < goal) {
     if (has_failed(me)) return false;
   }
@@ -81,18 +75,19 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   for (int phase = 0; phase < job.num_phases; ++phase) {
     for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
       if (!has_rail_peer(me, domain)) continue;
-      const int end = end_of_sums(me, job, domain);
-      if (!wait_for_sums(me, job, domain, phase)) return;
+      if (!wait_for_sums<R>(me, job, domain, phase)) return;
       fence_system();
-      const std::size_t start = min(end, phase_start(job, phase));
-      const std::size_t number = min(end, phase_start(job, phase + 1)) - start;
-      if (job.has_weights && number > 0) {
-        const std::size_t row = 4 * layout.assignments(), first = 4 * start * job.top_k;
+      const int start = phase_start<R>(job, phase), end = phase_start<R>(job, phase + 1);
+      if (job.has_weights && end > start) {
+        const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
         put(me, rails, kControlWindow, domain, there.values() + own * row + first,
-            there.sent_values() + domain * row + first, 4 * number * job.top_k);
+            there.sent_values() + domain * row + first, std::size_t{4} * (end - start) * job.top_k);
       }
-      put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
-          sums.sent(own, domain) + (number == 0 ? 0 : start - job.begin) * job.row_bytes,
+      const int before = sums_before(me, job, domain, start);
+      const std::size_t number = sums_before(me, job, domain, end) - before;
+      const std::size_t at =
+          std::size_t{1} * (before - sums_before(me, job, domain, job.begin)) * job.row_bytes;
+      put(me, rails, kRowsWindow, domain, sums.of_domain(own) + at, sums.sent(own, domain) + at,
           number * job.row_bytes, kSumsPut);
     }
   }
@@ -116,14 +111,8 @@ class DomainSums {
         sums_(rail_sums(me)),
         window_(me.rows_of[me.rank]),
         own_(me.control.domain_of(me.rank)),
-        counter_(me) {
-    int most = 0;
-    for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains;
-         domain += kWarpSize) {
-      most = max(most, end_of_sums(me, job, domain) - job.begin);
-    }
-    num_items_ = __reduce_max_sync(~0u, most) * me.control.num_domains;
-  }
+        num_items_((job.end - job.begin) * me.control.num_domains),
+        counter_(me) {}
 
   // The sum of this domain's ranks for the next token that no other warp has taken: domains take
   // turns, so that all phases make progress.
@@ -138,8 +127,8 @@ class DomainSums {
       }
       domain = (own_ + 1 + item % num_domains) % num_domains;
       token = job_.begin + item / num_domains;
-    } while (token >= end_of_sums(me_, job_, domain));
-    if (lane == 0) begun_[num_begun_ % kNotes] = domain * kPhases + phase_of(job_, token);
+    } while (!has_sum(domain, token));
+    if (lane == 0) begun_[num_begun_ % kNotes] = domain * kPhases + phase_of<R>(job_, token);
     ++num_begun_;
 
     const ReceivedRoutes& routes = job_.routes;
@@ -180,7 +169,7 @@ class DomainSums {
       if (job_.has_weights) {
         const int index = routes.assignment_index[first + lane];
         float* values = domain == own_ ? job_.topk_w : values_for<R>(me_, source);
-        values[value_of<R>(me_, job_, source, token, index)] = job_.w[slot];
+        values[index] = job_.w[slot];
       }
     }
     __syncwarp();
@@ -189,7 +178,7 @@ class DomainSums {
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
-    const std::size_t row = domain == own_ ? token : token - job_.begin;
+    const std::size_t row = place_in_round<R>(me_, job_, source, token);
     sum->out = window_ + (domain == own_ ? sums_.of_domain(own_) : sums_.sent(own_, domain)) +
                row * job_.row_bytes;
     return true;
@@ -211,21 +200,22 @@ class DomainSums {
     const int lane = threadIdx.x % kWarpSize;
     const int token = job_.begin + (item_ >= 0 ? item_ : counter_.take()) - num_items_;
     item_ = -1;
-    if (token >= end_of_sums(me_, job_, own_)) return false;
+    if (token >= min(job_.end, job_.num_tokens)) return false;
     const RailRoutes& routes = job_.rail_routes;
     int num_parts = 0;  // a token has at most as many domains as assignments
     for (int first = 0; first < me_.control.num_domains; first += kWarpSize) {
       const int domain = first + lane;
-      int place = -1;  // of the token among those of the domain
+      int place = -1;  // of the domain's sum in the round
       if (domain == own_) {
-        if (job_.token_routes.token_ranks[token] != 0) place = token;
+        if (job_.token_routes.token_ranks[token] != 0) place = token - job_.begin;
       } else if (domain < me_.control.num_domains) {
         place = routes.node_of[std::int64_t{domain} * routes.num_tokens + token];
+        if (place >= 0) place -= routes.num_sent(domain, job_.begin);
       }
       bool is_here = true;
-      if (place >= job_.begin) {  // what came in an earlier round was waited for then
-        const int phase = phase_of(job_, place);
-        is_here = domain == own_ ? wait_for_sums(me_, job_, own_, phase)
+      if (place >= 0) {
+        const int phase = phase_of<R>(job_, token);
+        is_here = domain == own_ ? wait_for_sums<R>(me_, job_, own_, phase)
                                  : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
                                                    phase + 1, epoch_);
       }
@@ -248,6 +238,15 @@ class DomainSums {
   }
 
  private:
+  // Whether this rank makes a sum for `domain` of a token, or of a node token that may have this
+  // name.
+  __device__ bool has_sum(int domain, int token) const {
+    if (domain == own_) return token < job_.num_tokens;
+    const int source = rail_peer_in(me_, domain), chunk = token / kChunk * kChunk;
+    return token - chunk < job_.rail_routes.num_before(source, chunk + kChunk) -
+                               job_.rail_routes.num_before(source, chunk);
+  }
+
   // Returns the value of the `k`-th assignment, unless it is this rank's own: that one is there.
   __device__ void give_value(int token, int k) const {
     const Control& layout = me_.control;
@@ -262,7 +261,7 @@ class DomainSums {
         const std::int64_t row = std::int64_t{domain} * routes.num_tokens + token;
         if (domain == own_ || !(routes.sent_assignments[row] >> k & 1)) continue;
         value = __ldcg(reinterpret_cast<const float*>(window + RailLayout{layout}.values()) +
-                       domain * layout.assignments() + routes.node_of[row] * job_.top_k + k);
+                       domain * layout.assignments() + index);
       }
     }
     job_.topk_w[index] = value;
@@ -281,8 +280,8 @@ class DomainSums {
   const RailSums sums_;
   char* window_;
   const int own_;
+  const int num_items_;  // of the first kind; those of the second follow
   WorkCounter counter_;
-  int num_items_;  // of the first kind; those of the second follow
   int item_ = -1;  // one of the second kind that is taken
   unsigned int num_begun_ = 0, num_done_ = 0;
   int begun_[kNotes];  // lane 0: the phases of sums that are begun

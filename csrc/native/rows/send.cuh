@@ -21,18 +21,19 @@ constexpr int kSentAhead = 3;
 
 __device__ inline RailSums rail_sums(const KernelContext& me) {
   const Control& layout = me.control;
-  return {me.dispatch_bytes, layout.num_domains, layout.local_ranks(), layout.num_rounds};
+  return {me.dispatch_bytes, layout.num_domains, layout.local_ranks()};
 }
 
-// The place in rank `source`'s window, or in that of its rail peer, for the sum that `rank` sends
-// for `token`.
+// Where in rank `source`'s window, or in that of its rail peer, the sum lies that `rank` sends for
+// `token`, which may be a node token's name.
 template <typename R>
 __device__ char* place_of_sum(const KernelContext& me, const Combine& job, int source, int token,
                               int rank) {
   if constexpr (R::kAreThere) {
     const Control& layout = me.control;
     return me.rows_of[host_of(me, source)] + rail_sums(me).of_ranks(layout.domain_of(source)) +
-           (static_cast<std::size_t>(token - job.begin) * layout.local_ranks() +
+           (static_cast<std::size_t>(place_in_round<R>(me, job, source, token)) *
+                layout.local_ranks() +
             layout.place_of(rank)) *
                job.row_bytes;
   }

@@ -64,13 +64,9 @@ MISTAKES = {
         "native/rails/phases.cuh",
         "return;\n      «fence_system();»\n      for (int place = 0;", "",
         "rails-dispatches", 4, "dispatch: "),
-    "rails: a node token's weight is taken when its row is there": (
-        "native/rows/dispatch.cu",
-        "if («job.has_weights && !is_local(me, source)») return", "false",
-        "rails-dispatches", 4, "dispatch: weight"),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
-        "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
+        "if («!wait_for_sums<R>(me, job, domain, phase)») return;", "false",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
         "native/rows/domain_sums.cuh",
@@ -78,7 +74,7 @@ MISTAKES = {
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "is_here = domain == own_ ? «wait_for_sums(me_, job_, own_, phase)»", "true",
+        "is_here = domain == own_ ? «wait_for_sums<R>(me_, job_, own_, phase)»", "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",
@@ -140,7 +136,7 @@ MISTAKES = {
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
         "rails-dispatches", 4, ".", 106),
     "rounds: tokens of later ones are summed, too": (
-        "native/rows/domain_sums.cuh", "if (token >= «end_of_sums(me_, job_, own_)»)",
+        "native/rows/domain_sums.cuh", "if (token >= «min(job_.end, job_.num_tokens)»)",
         "job_.num_tokens",
         "rails-rows", 4, "."),
 }
