@@ -101,13 +101,16 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
       const float* weights = weights_at(me, me.rank, me.rank, calls % 2) + first_token * job.top_k;
       const std::size_t at = reinterpret_cast<const char*>(weights) - me.control_of[me.rank];
       const std::size_t num_bytes = sizeof(float) * (last - first_token) * job.top_k;
-      put(me, rails, kControlWindow, domain, at, at, num_bytes);
+      if (!put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, at, at, num_bytes))
+        return;
     }
     const std::size_t first = std::size_t{1} * (start - job.begin) * job.row_bytes;
     const int num_rows = max(0, min(end, job.rail_routes.num_sent[domain]) - start);
-    put(me, rails, kRowsWindow, domain, parity * me.dispatch_bytes + rows.put(domain, own) + first,
-        parity * me.dispatch_bytes + rows.sent(own, domain) + first,
-        std::size_t{1} * num_rows * job.row_bytes, kRowsPut);
+    const std::size_t half = parity * me.dispatch_bytes + first;
+    if (!put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain, half + rows.put(domain, own),
+             half + rows.sent(own, domain), std::size_t{1} * num_rows * job.row_bytes, kRowsPut)) {
+      return;
+    }
   }
   atomicExch(&me.state->put_phases, phase + 1 < job.num_phases ? phase + 1 : 0u);
 }

@@ -88,12 +88,18 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
       const std::size_t number = min(end, phase_start(job, phase + 1)) - start;
       if (job.has_weights && number > 0) {
         const std::size_t row = 4 * layout.assignments(), first = 4 * start * job.top_k;
-        put(me, rails, kControlWindow, domain, there.values() + own * row + first,
-            there.sent_values() + domain * row + first, 4 * number * job.top_k);
+        if (!put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
+                 there.values() + own * row + first, there.sent_values() + domain * row + first,
+                 4 * number * job.top_k)) {
+          return;
+        }
       }
-      put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
-          sums.sent(own, domain) + (number == 0 ? 0 : start - job.begin) * job.row_bytes,
-          number * job.row_bytes, kSumsPut);
+      if (!put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain,
+               sums.of_domain(own) + start * job.row_bytes,
+               sums.sent(own, domain) + (number == 0 ? 0 : start - job.begin) * job.row_bytes,
+               number * job.row_bytes, kSumsPut)) {
+        return;
+      }
     }
   }
   for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
