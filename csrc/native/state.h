@@ -199,6 +199,7 @@ struct State {
   unsigned int put_phases;  // phases of the current dispatch that were put to rail peers
   // Tokens of each domain, this rank's among its own, whose sums are done in the current combine.
   unsigned int summed[kMaxDomains][kPhases];
+  unsigned int queue_in_use[kMaxDomains];  // NCCL's queues: one thread at a time puts into each
 };
 
 // One window of each rank of this NVLink domain.

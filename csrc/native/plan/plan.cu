@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     finish(me, rails, plan, scratch, plans, entry, epoch);
     return;
   }
-  if (blockIdx.x == 0 && me.call != 0) enter(me, rails, entry);
+  if (blockIdx.x == 0 && me.call != 0) enter(me, rails, Phase::kPlan, entry, epoch);
   count_part<Index>(partition, tile, plan.topk_idx, shared.total, scratch.parts,
                     [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
                       plan.token_routes.token_ranks[token] = ranks;

@@ -86,9 +86,10 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std
   __syncthreads();
   bool is_here = true;
   if (has_rail_peer(me, domain)) {
-    put(me, rails, kControlWindow, domain, layout.counts() + row(own),
-        layout.sent_counts() + row(domain), num_counts * 8, kCountsPut);
-    is_here = wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans);
+    is_here =
+        put(me, rails, Phase::kPlan, plans, kControlWindow, domain, layout.counts() + row(own),
+            layout.sent_counts() + row(domain), num_counts * 8, kCountsPut) &&
+        wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans);
   }
   if (!__syncthreads_and(is_here)) return false;
   const int first = own * layout.local_ranks();
@@ -113,27 +114,33 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
   const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
   const int num_local = layout.num_local(), chunks = layout.max_chunks() + 1;
   if (has_rail_peer(me, domain)) {
-    for (int place = 0; place < locals; ++place) {
+    const auto put_part = [&](std::size_t to, std::size_t from, std::size_t num_bytes,
+                              RailSignal signal = kNumRailSignals) {
+      return put(me, rails, Phase::kRoutes, plans, kControlWindow, domain, to, from, num_bytes,
+                 signal);
+    };
+    bool are_put = true;
+    for (int place = 0; place < locals && are_put; ++place) {
       const std::size_t rank = domain * locals + place, to = local_rank(me, place);
       int assignments = 0;
       for (int local = 0; local < num_local; ++local) {
         assignments += __ldcg(scratch.totals + rank * num_local + local);
       }
-      put(me, rails, kControlWindow, domain,
-          there.assignment_routes() + to * layout.assignments() * sizeof(AssignmentRoute),
-          layout.assignment_routes() + rank * layout.assignments() * sizeof(AssignmentRoute),
-          assignments * sizeof(AssignmentRoute));
-      put(me, rails, kControlWindow, domain,
-          there.pair_routes() + to * layout.max_tokens * sizeof(PairRoute),
-          layout.pair_routes() + rank * layout.max_tokens * sizeof(PairRoute),
-          __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute));
-      put(me, rails, kControlWindow, domain, there.chunk_pairs() + to * chunks * 4,
-          layout.chunk_pairs() + rank * chunks * 4, (plan.most_chunks + 1) * 4);
+      are_put =
+          put_part(
+              there.assignment_routes() + to * layout.assignments() * sizeof(AssignmentRoute),
+              layout.assignment_routes() + rank * layout.assignments() * sizeof(AssignmentRoute),
+              assignments * sizeof(AssignmentRoute)) &&
+          put_part(there.pair_routes() + to * layout.max_tokens * sizeof(PairRoute),
+                   layout.pair_routes() + rank * layout.max_tokens * sizeof(PairRoute),
+                   __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute)) &&
+          put_part(there.chunk_pairs() + to * chunks * 4, layout.chunk_pairs() + rank * chunks * 4,
+                   (plan.most_chunks + 1) * 4);
     }
     const int names = num_chunks_of(plan.num_tokens) * kChunk;
-    put(me, rails, kControlWindow, domain, there.nodes(own), there.sent_nodes(domain),
-        std::size_t{4} * (plan.most_chunks + 1 + names), kRoutesPut);
-    if (wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
+    are_put = are_put && put_part(there.nodes(own), there.sent_nodes(domain),
+                                  std::size_t{4} * (plan.most_chunks + 1 + names), kRoutesPut);
+    if (are_put && wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
       fence_system();
       for (int place = 0; place < locals; ++place) {
         store_relaxed(signal_word(me.control_of[local_rank(me, place)], layout, kRoutesWritten,

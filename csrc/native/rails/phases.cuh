@@ -105,14 +105,17 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
       const float* weights = weights_at(me, me.rank, me.rank, calls % 2) + start * job.top_k;
       const std::size_t at = reinterpret_cast<const char*>(weights) - me.control_of[me.rank];
       const std::size_t num_bytes = sizeof(float) * (last - start) * job.top_k;
-      put(me, rails, kControlWindow, domain, at, at, num_bytes);
+      if (!put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, at, at, num_bytes))
+        return;
     }
     const int first = job.rail_routes.num_sent(domain, start);
     const std::size_t num_rows = job.rail_routes.num_sent(domain, end) - first;
     const std::size_t at = parity * me.dispatch_bytes + std::size_t{1} * job.row_bytes *
                                 (first - job.rail_routes.num_sent(domain, job.begin));
-    put(me, rails, kRowsWindow, domain, at + rows.put(domain, own), at + rows.sent(own, domain),
-        num_rows * job.row_bytes, kRowsPut);
+    if (!put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain, at + rows.put(domain, own),
+             at + rows.sent(own, domain), num_rows * job.row_bytes, kRowsPut)) {
+      return;
+    }
   }
   atomicExch(&me.state->put_phases, phase + 1 < job.num_phases ? phase + 1 : 0u);
 }

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     return;
   }
   if (cta == 0) {
-    enter(me, rails, entry);
+    enter(me, rails, Phase::kCombine, entry, epoch);
     if (warp == 0) compare_entries(me, rails, Phase::kCombine, entry, epoch);
   }
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);

@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
   if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, rails, entry);
+    if (blockIdx.x == 0) enter(me, rails, Phase::kDispatch, entry, epoch);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),

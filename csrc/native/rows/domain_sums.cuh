@@ -80,15 +80,20 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
       const int start = phase_start<R>(job, phase), end = phase_start<R>(job, phase + 1);
       if (job.has_weights && end > start) {
         const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
-        put(me, rails, kControlWindow, domain, there.values() + own * row + first,
-            there.sent_values() + domain * row + first, std::size_t{4} * (end - start) * job.top_k);
+        if (!put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
+                 there.values() + own * row + first, there.sent_values() + domain * row + first,
+                 std::size_t{4} * (end - start) * job.top_k)) {
+          return;
+        }
       }
       const int before = sums_before(me, job, domain, start);
       const std::size_t number = sums_before(me, job, domain, end) - before;
       const std::size_t at =
           std::size_t{1} * (before - sums_before(me, job, domain, job.begin)) * job.row_bytes;
-      put(me, rails, kRowsWindow, domain, sums.of_domain(own) + at, sums.sent(own, domain) + at,
-          number * job.row_bytes, kSumsPut);
+      if (!put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain, sums.of_domain(own) + at,
+               sums.sent(own, domain) + at, number * job.row_bytes, kSumsPut)) {
+        return;
+      }
     }
   }
   for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {

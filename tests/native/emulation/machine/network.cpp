@@ -29,11 +29,14 @@ void Network::add_window(int rank, char* memory, std::size_t num_bytes) {
 
 void Network::put(int rank, int window, int domain, std::size_t to, std::size_t from,
                   std::size_t num_bytes, int signal) {
-  const int target = domain * local_ranks_ + rank % local_ranks_;
+  const int target = peer_of(rank, domain);
   EMU_REQUIRE(0 <= domain && target < num_ranks_ && target != rank);
   const Window &source = windows_[rank].at(window), &there = windows_[target].at(window);
   EMU_REQUIRE(from + num_bytes <= source.num_bytes && to + num_bytes <= there.num_bytes);
   EMU_REQUIRE(signal < static_cast<int>(signals_[target].size()));
+  if (static_cast<int>(between(rank, target).size()) >= queue_places) {
+    fail("a put waits without an end: the queue is full");
+  }
   Put put{there.memory + to,
           std::vector<char>(num_bytes),
           source.memory + from,
@@ -45,6 +48,14 @@ void Network::put(int rank, int window, int domain, std::size_t to, std::size_t 
   maybe_yield();
 }
 
+bool Network::has_room(int rank, int domain) {
+  const std::deque<Put>& puts = between(rank, peer_of(rank, domain));
+  if (static_cast<int>(puts.size()) < queue_places) return true;
+  if (draw(8) == 0) get_further();
+  yield();
+  return static_cast<int>(puts.size()) < queue_places;
+}
+
 const std::uint64_t* Network::look_at(int rank, int signal) {
   if (draw(8) == 0) get_further();
   return &signals_[rank][signal];
@@ -53,7 +64,7 @@ const std::uint64_t* Network::look_at(int rank, int signal) {
 void Network::get_further() {
   std::vector<int> busy;
   for (std::size_t i = 0; i < puts_.size(); ++i) {
-    if (!puts_[i].empty()) busy.push_back(static_cast<int>(i));
+    if (!puts_[i].empty() && static_cast<int>(i) != stopped_) busy.push_back(static_cast<int>(i));
   }
   if (busy.empty()) return;
   const int pair = busy[draw(busy.size())], target = pair % num_ranks_;
@@ -86,7 +97,9 @@ void Network::get_further() {
 }
 
 bool Network::is_at_rest() const {
-  return std::all_of(puts_.begin(), puts_.end(), [](const auto& puts) { return puts.empty(); });
+  return std::all_of(puts_.begin(), puts_.end(), [this](const auto& puts) {
+    return puts.empty() || &puts == &puts_[0] + stopped_;
+  });
 }
 
 bool Network::has_bytes_on_the_way(int rank) const {

@@ -3,7 +3,8 @@
 // What is put is read from the source's memory at any time until it arrives, as its thread saw that
 // memory.  Puts between two ranks arrive in any order, each with a signal; a signal is counted only
 // when its put and all earlier ones between the two have arrived.  Between different ranks there is
-// no order.
+// no order.  As many puts between two ranks as a queue has places may be on their way; a direction
+// can be stopped.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +20,8 @@ class Network {
  public:
   // The only one that there is, until it ends.
   Network(int num_ranks, int local_ranks, int num_signals);
+  // NCCL's, with a plugin that takes one receive, or fewer places.
+  int queue_places = 32;
   ~Network();
 
   // Memory of a rank that others can put into, after its other windows.
@@ -26,6 +29,11 @@ class Network {
   // As network/rail.cuh has it.
   void put(int rank, int window, int domain, std::size_t to, std::size_t from,
            std::size_t num_bytes, int signal);
+  // Whether a rank may put; now and then something arrives before.
+  bool has_room(int rank, int domain);
+  // From now on nothing gets any further from one rank to another, or again.
+  void stop(int source, int target) { stopped_ = source * num_ranks_ + target; }
+  void go_on() { stopped_ = -1; }
   // The word of a signal; now and then something arrives before.
   const std::uint64_t* look_at(int rank, int signal);
   // Lets something arrive, or be read.
@@ -48,6 +56,7 @@ class Network {
     char* memory = nullptr;
     std::size_t num_bytes = 0;
   };
+  int peer_of(int rank, int domain) const { return domain * local_ranks_ + rank % local_ranks_; }
   std::deque<Put>& between(int source, int target) { return puts_[source * num_ranks_ + target]; }
 
   const int num_ranks_, local_ranks_;
@@ -55,6 +64,7 @@ class Network {
   std::vector<std::vector<Window>> windows_;         // by rank
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
   std::vector<std::deque<Put>> puts_;                // by source and target, in their order
+  int stopped_ = -1;                                 // of `puts_`
 };
 
 }  // namespace emu
