@@ -110,13 +110,18 @@ __device__ inline bool wait_for_signals(const KernelContext& me, const Rails& ra
                     [&] { return has_counted(me, rails, signal, domain, goal); });
 }
 
-// The same for the `number`-th signal in this operation, from 1.
+// How far the `number`-th signal in this operation counts, from 1.
+__device__ inline std::uint64_t signals_up_to(const KernelContext& me, RailSignal signal,
+                                              int number) {
+  return *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
+}
+
+// Waits for that signal.
 __device__ inline bool wait_for_signal(const KernelContext& me, const Rails& rails, Phase phase,
                                        RailSignal signal, int domain, int number,
                                        std::uint64_t epoch) {
-  const std::uint64_t goal =
-      *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
-  return wait_for_signals(me, rails, phase, signal, domain, goal, epoch);
+  return wait_for_signals(me, rails, phase, signal, domain, signals_up_to(me, signal, number),
+                          epoch);
 }
 
 #endif

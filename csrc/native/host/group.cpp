@@ -17,10 +17,8 @@ namespace ncclep::native {
 
 namespace {
 
-// With several domains, a rows window that would be larger is for rounds; of at least so many
-// tokens, because each has fixed costs (docs/network.md).
+// With several domains, a rows window that would be larger is for rounds.
 constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
-constexpr int kLeastRoundTokens = 512;
 
 }  // namespace
 
@@ -149,7 +147,7 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
   const int domains = larger.num_domains;
-  larger.num_rounds = num_rounds_for(larger, row_bytes, kMostRowsBytes, kLeastRoundTokens);
+  larger.num_rounds = num_rounds_for(larger, row_bytes, kMostRowsBytes);
   const Reach reach = domains > 1 ? Reach::kNetwork : Reach::kDomain;
   control_window_ = std::make_shared<Window>(
       communicator_, domains > 1 ? RailLayout{larger}.end() : larger.num_bytes(), reach);

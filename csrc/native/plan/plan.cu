@@ -36,7 +36,11 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr std::uint32_t kBadBit = 1u << 31;  // flag on a number of pairs
+// A number of pairs has, with several domains, the number of the source's chunks of tokens above it,
+// and a flag for a bad routing.
+constexpr std::uint32_t kBadBit = 1u << 31;
+constexpr int kPairBits = 20;
+static_assert(kMaxTokens < 1 << kPairBits && kMaxTokens / 128 < 1 << (31 - kPairBits));
 
 static_assert(kMaxTokens <= 1 << 16, "a place has 16 bits");
 
@@ -48,6 +52,7 @@ struct Shared {
   int *block_start, *block_rows, *block_assignments;  // [experts of this rank]
   int* assignments_of;                                // [R]
   std::uint32_t* bad_ranks;                           // [kRankWords]
+  int* most_chunks;                                   // [1]: with several domains
 
   __device__ Shared(const TokenPartition& partition, char* memory)
       : start(reinterpret_cast<int*>(memory)),
@@ -57,11 +62,12 @@ struct Shared {
         block_rows(block_start + partition.num_local()),
         block_assignments(block_rows + partition.num_local()),
         assignments_of(block_assignments + partition.num_local()),
-        bad_ranks(reinterpret_cast<std::uint32_t*>(assignments_of + partition.num_ranks)) {}
+        bad_ranks(reinterpret_cast<std::uint32_t*>(assignments_of + partition.num_ranks)),
+        most_chunks(reinterpret_cast<int*>(bad_ranks + kRankWords)) {}
 
   static std::size_t num_bytes(const TokenPartition& partition) {
     return sizeof(int) * (2 * partition.part_size() + partition.num_experts +
-                          2 * partition.num_ranks + 3 * partition.num_local() + kRankWords);
+                          2 * partition.num_ranks + 3 * partition.num_local() + kRankWords + 1);
   }
 };
 
@@ -74,15 +80,17 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
 // Posts to every rank how much it will receive from this one.  False when the group has failed.
 template <typename R>
 __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanScratch& scratch,
-                            const int* total, bool is_bad, std::uint64_t plans) {
+                            const int* total, int num_chunks, bool is_bad,
+                            std::uint64_t plans) {
   const Control& layout = me.control;
   const int num_experts = layout.num_experts, num_local = layout.num_local();
   for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {
     const bool is_pairs = i >= num_experts;
     const int rank = is_pairs ? i - num_experts : i / num_local;
     const int column = is_pairs ? num_local : i % num_local;
-    const std::uint32_t value = total[i] | (is_pairs && is_bad ? kBadBit : 0);
+    std::uint32_t value = total[i] | (is_pairs && is_bad ? kBadBit : 0);
     if constexpr (R::kAreThere) {
+      if (is_pairs) value |= static_cast<std::uint32_t>(num_chunks) << kPairBits;
       if (!is_local(me, rank)) {
         *sent_count(me, layout.domain_of(rank), layout.place_of(rank) * (num_local + 1) + column) =
             value;
@@ -105,12 +113,14 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
 
 // Reads what this rank receives from all ranks, and writes it to the host's mailbox, the plan's
 // tensors and scratch.
+template <typename R>
 __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
                             const PlanScratch& scratch, Shared& shared, std::uint64_t plans) {
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (threadIdx.x < kRankWords) shared.bad_ranks[threadIdx.x] = 0;
+  if (R::kAreThere && threadIdx.x == 0) *shared.most_chunks = 0;
   __syncthreads();
   bool is_complete = true;
   for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
@@ -120,11 +130,18 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
         count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
     is_complete = is_complete && value >= 0;
     shared.arrived[i] = static_cast<int>(value & ~kBadBit);
+    if constexpr (R::kAreThere) {
+      if (i % columns == num_local) {
+        atomicMax(shared.most_chunks, shared.arrived[i] >> kPairBits);
+        shared.arrived[i] &= (1 << kPairBits) - 1;
+      }
+    }
     if (value >= 0 && (value & kBadBit)) {
       atomicOr(shared.bad_ranks + source / 32, 1u << source % 32);
     }
   }
   if (!__syncthreads_and(is_complete)) return;
+  if (R::kAreThere && threadIdx.x == 0) *plan.rail_routes.most_chunks = *shared.most_chunks;
   for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
     int assignments = 0;
     for (int source = 0; source < num_ranks; ++source) {
@@ -386,8 +403,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (is_leader) {
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
     const bool is_bad = was_bad || shared.total[partition.num_columns()] != 0;
-    if (post_counts(me, rails, scratch, shared.total, is_bad, plans)) {
-      take_counts(me, plan, scratch, shared, plans);
+    if (post_counts(me, rails, scratch, shared.total, partition.num_chunks(), is_bad, plans)) {
+      take_counts<R>(me, plan, scratch, shared, plans);
     }
   }
   bool is_free = true;

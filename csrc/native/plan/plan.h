@@ -67,13 +67,14 @@ struct ReceivedRoutes {
 };
 
 // What a plan has for the other NVLink domains; null where there is one (rail_layout.h).  T tokens
-// of this rank, S of any rank, in C chunks.
+// of this rank, S of any rank, in C chunks; in static mode S and C are upper bounds.
 struct RailRoutes {
   // Of this rank's node tokens for each domain:
   std::int32_t* sent_before;        // [D, C + 1]: their number before each chunk of tokens
   std::int32_t* node_of;            // [D, T]: a token's index among them; -1: it is none
   std::int32_t* token_of;           // [D, T]: the tokens with these indices
   std::uint32_t* sent_assignments;  // [D, T]: a token's assignments in the domain, one bit each
+  std::int32_t* most_chunks;  // [1]: of tokens, of the rank with the most in this batch
   // Of those that ranks of other domains have for this one:
   std::int32_t* before;  // [R, C + 1]: their number before each chunk of tokens
   // Of those of rail peers, by name:
@@ -88,7 +89,8 @@ struct RailRoutes {
     RailRoutes parts;
     parts.num_tokens = num_tokens;
     parts.most_tokens = num_chunks * kChunk;
-    parts.sent_before = memory;
+    parts.most_chunks = memory;
+    parts.sent_before = memory + 1;
     parts.node_of = parts.sent_before + domains * (num_chunks + 1);
     parts.token_of = parts.node_of + mine;
     parts.sent_assignments = reinterpret_cast<std::uint32_t*>(parts.token_of + mine);
@@ -98,7 +100,7 @@ struct RailRoutes {
     return parts;
   }
   static std::int64_t size(const Control& control, int num_tokens, int num_chunks) {
-    return std::int64_t{control.num_domains + control.num_ranks} * (num_chunks + 1) +
+    return 1 + std::int64_t{control.num_domains + control.num_ranks} * (num_chunks + 1) +
            std::int64_t{control.num_domains} * (3 * num_tokens + 2 * num_chunks * kChunk);
   }
 

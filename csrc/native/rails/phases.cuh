@@ -1,6 +1,7 @@
 // The phases of a dispatch: which tokens they have, and how they get to other NVLink domains.
 //
-// `Job` is a Dispatch (rows/dispatch.h).
+// `Job` is a Dispatch (rows/dispatch.h), for one of its rounds where a round is meant; what counts
+// over all rounds is a phase's number among all of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,9 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/bulk_copy.cuh"
+#include "native/device/call_barrier.cuh"
 #include "native/device/rails.cuh"
 #include "native/device/wait.cuh"
 #include "native/plan/plan.h"
+#include "native/rails/rounds.cuh"
 #include "native/state.h"
 
 namespace ncclep::native {
@@ -41,6 +45,14 @@ __device__ int phase_of(const Job& job, int token) {
   const int half = (token - job.begin) / phase_unit<R>() * halves_of(job) /
                    ((job.end - job.begin) / phase_unit<R>());
   return half < 2 ? half : half / 2 + 1;
+}
+
+// The number of phases of all rounds up to that of a token, or of a node token's name.
+template <typename R, typename Job>
+__device__ int phases_up_to(const Job& job, int token) {
+  if constexpr (!R::kAreThere) return phase_of<R>(job, token) + 1;
+  const int round = token / job.round_tokens;
+  return round * job.num_phases + phase_of<R>(round_of(job, round), token) + 1;
 }
 
 // The pairs of a source in the round: from the first, up to the end.
@@ -87,37 +99,49 @@ __device__ const char* rows_from(const KernelContext& me, int source, std::uint6
   return me.rows_of[source] + parity * me.dispatch_bytes;
 }
 
+// Where rank `rank`'s window has the flags for the phases of `source`.
+template <typename R>
+__device__ std::uint64_t* staged_flags(const KernelContext& me, int rank, int source) {
+  const Control& layout = me.control;
+  return reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.staged()) +
+         source * (R::kAreThere ? layout.max_phases() : kPhases);
+}
+
 // Puts what is staged of a phase to the rail peers, after the phase before, which another CTA may
-// have completed: they count the phases.  Called by one thread.
+// have completed: they count the phases.  Called by one warp, whose lanes share the domains.
 template <typename R, typename Job>
 __device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, int phase,
                           std::uint64_t parity, std::uint64_t calls, std::uint64_t epoch) {
+  const int unit = job.number * job.num_phases + phase;
   const auto is_next = [&] {
-    return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == phase;
+    return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == unit;
   };
-  if (!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)) return;
+  if (!__all_sync(~0u, wait_until(me, Phase::kDispatch, me.rank, epoch, is_next))) return;
   const RailRows rows{me.dispatch_bytes, me.control.num_domains};
   const int start = phase_start<R>(job, phase), end = phase_start<R>(job, phase + 1);
   const int own = me.control.domain_of(me.rank), last = min(end, job.num_tokens);
-  for (int domain = 0; domain < me.control.num_domains; ++domain) {
+  bool are_put = true;
+  for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && are_put;
+       domain += kWarpSize) {
     if (domain == own) continue;
     if (job.has_weights && last > start) {
       const float* weights = weights_at(me, me.rank, me.rank, calls % 2) + start * job.top_k;
       const std::size_t at = reinterpret_cast<const char*>(weights) - me.control_of[me.rank];
       const std::size_t num_bytes = sizeof(float) * (last - start) * job.top_k;
-      if (!put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, at, at, num_bytes))
-        return;
+      are_put = put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, at, at, num_bytes);
     }
     const int first = job.rail_routes.num_sent(domain, start);
     const std::size_t num_rows = job.rail_routes.num_sent(domain, end) - first;
     const std::size_t at = parity * me.dispatch_bytes + std::size_t{1} * job.row_bytes *
                                 (first - job.rail_routes.num_sent(domain, job.begin));
-    if (!put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain, at + rows.put(domain, own),
-             at + rows.sent(own, domain), num_rows * job.row_bytes, kRowsPut)) {
-      return;
-    }
+    are_put =
+        are_put &&
+        put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain, at + rows.put(domain, own),
+            at + rows.sent(own, domain), num_rows * job.row_bytes, kRowsPut);
   }
-  atomicExch(&me.state->put_phases, phase + 1 < job.num_phases ? phase + 1 : 0u);
+  if (!__all_sync(~0u, are_put) || threadIdx.x % kWarpSize != 0) return;
+  const int all = num_rounds_of(job) * job.num_phases;
+  atomicExch(&me.state->put_phases, unit + 1 < all ? unit + 1 : 0u);
 }
 
 // Signals each phase that the rail peers have put to the ranks of this domain, as if its source had
@@ -125,18 +149,69 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
 template <typename R, typename Job>
 __device__ void pass_phases_on(const KernelContext& me, const R& rails, const Job& job,
                                std::uint64_t epoch) {
-  const Control& layout = me.control;
-  for (int phase = 0; phase < job.num_phases; ++phase) {
-    for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains; domain += kWarpSize) {
-      if (!has_rail_peer(me, domain)) continue;
-      if (!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)) return;
-      fence_system();
-      for (int place = 0; place < layout.local_ranks(); ++place) {
-        auto* flags = reinterpret_cast<std::uint64_t*>(me.control_of[local_rank(me, place)] +
-                                                       layout.staged());
-        store_relaxed(flags + rail_peer_in(me, domain) * kPhases + phase, epoch);
-      }
+  Deadline deadline;
+  const auto is_here = [&](int domain, int unit) {
+    return has_counted(me, rails, kRowsPut, domain, signals_up_to(me, kRowsPut, unit + 1));
+  };
+  const auto pass_on = [&](int domain, int unit) {
+    fence_system();
+    for (int place = 0; place < me.control.local_ranks(); ++place) {
+      store_relaxed(staged_flags<R>(me, local_rank(me, place), rail_peer_in(me, domain)) + unit,
+                    epoch);
     }
+    deadline = {};
+  };
+  for_units(me, num_rounds_of(job) * job.num_phases, is_here, pass_on, [&](int domain) {
+    return deadline.has_passed(me, Phase::kDispatch, rail_peer_in(me, domain), epoch);
+  });
+}
+
+// Waits until the half of the windows that a round is staged in is free, which is that of the last
+// round but one: of this call, or of the one before, which ranks that are in this one have left.
+// Called by all threads of a CTA; false when the group has failed.
+template <typename R, typename Job>
+__device__ bool wait_for_half(const KernelContext& me, const R& rails, const Job& job,
+                              std::uint64_t entry, std::uint64_t epoch) {
+  bool is_free = true;
+  if (job.number == 1) {
+    for (int rank = threadIdx.x; rank < me.control.num_ranks && is_free; rank += blockDim.x) {
+      is_free = wait_for_entry(me, Phase::kDispatch, rank, entry, epoch) != 0;
+    }
+  } else if (job.number > 1) {
+    if (threadIdx.x < me.control.local_ranks()) {
+      is_free = wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), job.number - 2,
+                               epoch);
+    }
+    if (has_rail_peer(me, threadIdx.x)) {
+      is_free = wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, threadIdx.x,
+                                job.number - 1, epoch) &&
+                is_free;
+    }
+  }
+  is_free = __syncthreads_and(is_free);
+  fence_for_bulk_copies();
+  return is_free;
+}
+
+// Tells the rail peers which rounds this domain has pulled, of all but the last, and waits until
+// they have told of as many.  Called by one warp.
+template <typename R, typename Job>
+__device__ void pass_rounds_on(const KernelContext& me, const R& rails, const Job& job,
+                               std::uint64_t epoch) {
+  const int lane = threadIdx.x % kWarpSize, last = num_rounds_of(job) - 1;
+  for (int number = 0; number < last; ++number) {
+    bool is_over = lane >= me.control.local_ranks() ||
+                   wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch);
+    if (!__all_sync(~0u, is_over)) return;
+    for (int domain = lane; domain < me.control.num_domains && is_over; domain += kWarpSize) {
+      if (!has_rail_peer(me, domain)) continue;
+      is_over = put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, 0, 0, 0, kPulledPut);
+    }
+    if (!__all_sync(~0u, is_over)) return;
+  }
+  for (int domain = lane; domain < me.control.num_domains && last > 0; domain += kWarpSize) {
+    if (!has_rail_peer(me, domain)) continue;
+    if (!wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, domain, last, epoch)) return;
   }
 }
 

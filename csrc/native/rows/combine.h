@@ -26,11 +26,11 @@ struct Combine {
   // round are put, 1 to kPhases; the same on all ranks.
   int most_tokens = 0, num_phases = 0;
   RailRoutes rail_routes{};
-  int begin = 0, end = 0;  // of a kernel's round: set by `combine`
+  // Set by `combine` and its kernel: the tokens of a round, and a round's number and tokens.
+  int round_tokens = 0, number = 0, begin = 0, end = 0;
 };
 
-// Queues the combine, a kernel for each round.  Collective.  `rails` are null unless there are
-// several domains.
+// Queues the combine.  Collective.  `rails` are null unless there are several domains.
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails = nullptr);
 

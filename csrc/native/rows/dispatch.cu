@@ -14,13 +14,11 @@
 // With several NVLink domains (rail_layout.h), staging CTAs also pack the rows of node tokens, in
 // the phases of their tokens, and put each phase to the rail peers.  A warp of the
 // last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
-// own.
+// own.  With rounds (rails/rounds.cuh) all this goes on round by round.
 //
-// With rounds (rail_layout.h) this is what a kernel does for one of them.
-//
-// The window has two halves, for consecutive kernels: a rank that is still pulling the previous
-// dispatch is not disturbed by this one.  No rank still pulls the one before that, whose half is
-// reused now: all ranks had entered the previous dispatch when this rank left it
+// The window has two halves, for consecutive dispatches, or rounds: a rank that is still pulling the
+// previous dispatch is not disturbed by this one.  No rank still pulls the one before that, whose
+// half is reused now: all ranks had entered the previous dispatch when this rank left it
 // (device/call_barrier.cuh).
 #include <cuda_runtime.h>
 
@@ -149,17 +147,27 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
       fence_for_bulk_copies();
     }
     __syncthreads();
-    if (thread != 0) continue;
-    __threadfence_system();  // for what all warps of the CTA wrote
-    if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
-    me.state->staged[phase] = 0;
-    fence_system();  // passes on what this thread saw through the other CTAs' fences
-    for (int place = 0; place < layout.local_ranks(); ++place) {
-      char* control = me.control_of[local_rank(me, place)];
-      auto* flags = reinterpret_cast<std::uint64_t*>(control + layout.staged());
-      store_relaxed(flags + me.rank * kPhases + phase, epoch);
+    const auto completes = [&] {
+      __threadfence_system();  // for what all warps of the CTA wrote
+      unsigned int* count = &me.state->staged[phase];
+      if constexpr (R::kAreThere) count += job.number % 2 * kPhases;
+      if (static_cast<int>(atomicAdd(count, 1u)) != num_ctas - 1) return false;
+      *count = 0;
+      fence_system();  // passes on what this thread saw through the other CTAs' fences
+      const int unit = R::kAreThere ? job.number * job.num_phases + phase : phase;
+      for (int place = 0; place < layout.local_ranks(); ++place) {
+        store_relaxed(staged_flags<R>(me, local_rank(me, place), me.rank) + unit, epoch);
+      }
+      return true;
+    };
+    if constexpr (R::kAreThere) {
+      if (warp != 0) continue;
+      if (!__any_sync(~0u, thread == 0 && completes())) continue;
+      put_phase(me, rails, job, phase, parity, calls, epoch);
+      __syncwarp();
+    } else {
+      if (thread == 0) completes();
     }
-    if constexpr (R::kAreThere) put_phase(me, rails, job, phase, parity, calls, epoch);
   }
 }
 
@@ -183,7 +191,7 @@ __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int n
   for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
 }
 
-// Puts the weights of all rows but padding into their slots, once they have all arrived.  Called by
+// Puts the weights of all rows but padding into their slots, once all have arrived.  Called by
 // one warp of each CTA: CTAs share the assignments of each source or, where many sources have few
 // each, the sources.
 template <typename R>
@@ -200,8 +208,8 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
             ? job.w
             : weights_at(me, R::kAreThere && !is_local(me, source) ? host_of(me, source) : me.rank,
                          source, parity);
-    const int end = routes.pair_first[end_pair<R>(job, source)];
-    int assignment = routes.pair_first[first_pair<R>(job, source)] + start;
+    const int end = routes.pair_first[routes.first_pair[source + 1]];
+    int assignment = routes.pair_first[routes.first_pair[source]] + start;
     for (; assignment < end; assignment += kUnroll * step) {
       int slot[kUnroll], index[kUnroll];
       float weight[kUnroll];
@@ -227,15 +235,23 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
 template <typename R>
 __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int source) {
   if (source == me.rank) return 0;
-  const int first = first_pair<R>(job, source), end = end_pair<R>(job, source);
+  const int first = job.routes.first_pair[source], end = job.routes.first_pair[source + 1];
   if (end == first) return 0;
-  return phase_of<R>(job, job.routes.pair_token[end - 1]) + 1;
+  return phases_up_to<R>(job, job.routes.pair_token[end - 1]);
 }
 
-// Pulls rows into their slots until all of them are taken.  Called by one warp.
+// The items that a warp takes: those of a round follow those of the last one.
+struct ItemsOfWarp {
+  WorkCounter counter;
+  int last = 0;  // taken; of the next round if it is not of this one
+  int end = 0;   // of the round
+};
+
+// Pulls a round's rows into their slots until all of them are taken.  Called by one warp.
 template <typename R>
 __device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
-                     Ring& ring, Progress& progress, std::uint64_t parity) {
+                     Ring& ring, Progress& progress, ItemsOfWarp& warp_items,
+                     std::uint64_t parity, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
@@ -243,7 +259,12 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     most_pairs = max(most_pairs, end_pair<R>(job, source) - first_pair<R>(job, source));
   }
   most_pairs = __reduce_max_sync(~0u, most_pairs);
+  if constexpr (R::kAreThere) most_pairs = max(1, most_pairs);  // somebody counts the items
   const int items = most_pairs * num_ranks * shape.pieces;
+  const int first_item = R::kAreThere ? warp_items.end : 0;
+  int item = warp_items.last - first_item, num_taken = 0;
+  bool is_taken = R::kAreThere && job.number > 0;  // `item`
+  warp_items.end += items;
 
   // Routes are prefetched: the range of assignments of the item after the next one, and the slots
   // of the next one.
@@ -252,13 +273,13 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
     int slot = -1;  // of this lane's assignment
   };
-  WorkCounter counter(me);
-  int item = 0;
   const auto find = [&] {
     Item found;
     while (item < items && !found.is_there) {
-      item = counter.take();
+      if (!R::kAreThere || !is_taken) item = warp_items.counter.take() - first_item;
+      is_taken = false;
       if (item >= items) break;
+      ++num_taken;
       const int turn = item / shape.pieces;
       // Consecutive items alternate between ranks, so that the warps pull from all ranks at any
       // time.
@@ -293,7 +314,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     second = find();
     find_slots(following);
     if (now.source != me.rank &&
-        !seen.wait_for_unit(progress, now.source, phase_of<R>(job, now.token))) {
+        !seen.wait_for_unit(progress, now.source, phases_up_to<R>(job, now.token) - 1)) {
       return following.is_there = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
@@ -316,6 +337,12 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
                 bytes[s]);
   };
   ring.run(load, store, [](int) {});
+  if constexpr (R::kAreThere) {
+    warp_items.last = first_item + item;
+    const bool is_last =
+        !has_failed(me) && count_done(me, kPulling, job.number, num_taken, items);
+    if (is_last && lane == 0) tell_of_round(me, false, job.number, epoch);
+  }
 }
 
 template <typename R>
@@ -331,7 +358,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
+  int num_rounds = 1;
   if (!had_failed(me)) {
+    if constexpr (R::kAreThere) {
+      num_rounds = num_rounds_of(job);
+      job = round_of(job, 0);
+    }
     if (blockIdx.x == 0) enter(me, rails, Phase::kDispatch, entry, epoch);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
@@ -341,24 +373,45 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
     if (static_cast<int>(blockIdx.x) < split.staging) {
       stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, calls, epoch);
-      if (job.begin == 0) zero_padding(me, job, split.staging);
+      if constexpr (R::kAreThere) {
+        // Here, because whoever is in the second round waits until all have entered.
+        if (warp == 0 && blockIdx.x == 0) {
+          compare_entries(me, rails, Phase::kDispatch, entry, epoch);
+        }
+        for (int number = 1; number < num_rounds; ++number) {
+          const Dispatch next = round_of(job, number);
+          if (!wait_for_half(me, rails, next, entry, epoch)) break;
+          stage(me, rails, next, shape, ring, split.staging, 0, next.num_phases,
+                (dispatches + number) % 2, calls, epoch);
+        }
+      }
+      zero_padding(me, job, split.staging);
     }
     if (warp == 0) {
-      if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);
-      if constexpr (R::kAreThere) {
-        if (blockIdx.x == gridDim.x - 1) pass_phases_on(me, rails, job, epoch);
-        __syncwarp();
+      if (!R::kAreThere && blockIdx.x == 0) {
+        compare_entries(me, rails, Phase::kDispatch, entry, epoch);
       }
       const auto flag = [&](int source, int phase) {
-        return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
-                                                      me.control.staged()) +
-               source * kPhases + phase;
+        return staged_flags<R>(me, me.rank, source) + phase;
       };
       const auto needed = [&](int source) { return needed_phases<R>(me, job, source); };
       watch(me, Phase::kDispatch, epoch, needed, flag, progress);
       if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, calls % 2);
     } else if (has_ring) {
-      pull<R>(me, job, shape, ring, progress, parity);
+      ItemsOfWarp items{WorkCounter(me)};
+      if constexpr (R::kAreThere) {
+        for (int number = 0; number < num_rounds; ++number) {
+          pull<R>(me, round_of(job, number), shape, ring, progress, items,
+                  (dispatches + number) % 2, epoch);
+        }
+      } else {
+        pull<R>(me, job, shape, ring, progress, items, parity, epoch);
+      }
+    } else if constexpr (R::kAreThere) {
+      // Two warps that hold up no others.
+      const int cta = warp == kWarps - 1 ? gridDim.x - blockIdx.x : 0;  // from the last, 1, on
+      if (cta == 1) pass_phases_on(me, rails, job, epoch);
+      if (cta == 2) pass_rounds_on(me, rails, job, epoch);
     }
   }
   if (!leave(me)) return;
@@ -366,11 +419,13 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     fill_nan(job.rows, job.num_rows * job.row_bytes);
     if (job.has_weights) fill_nan(job.row_w, job.num_rows * sizeof(float));
   }
+  if constexpr (R::kAreThere) clear_rounds(me);
   if (threadIdx.x == 0) {
-    me.state->dispatches = dispatches;
-    if (job.end == job.most_tokens) me.state->dispatch_calls = calls;
+    me.state->dispatches = dispatches + num_rounds - 1;
+    me.state->dispatch_calls = calls;
     leave_call<R>(me, entry);
-    count_signals<R>(me, kRowsPut, job.num_phases);
+    count_signals<R>(me, kRowsPut, num_rounds * job.num_phases);
+    count_signals<R>(me, kPulledPut, num_rounds - 1);
     me.state->epoch = epoch;
   }
 }
@@ -378,15 +433,15 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 template <typename R>
 void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
                      std::uintptr_t stream, const R& rails) {
-  const RingShape shape = ring_shape(arguments.row_bytes);
+  // With several domains warps beyond the rings pass on what comes from the others.
+  const RingShape shape =
+      R::kAreThere ? sending_ring_shape(arguments.row_bytes) : ring_shape(arguments.row_bytes);
   const DispatchSplit split = split_dispatch(num_sms);
-  for_each_round(me.control, arguments.most_tokens, [&](int begin, int end) {
-    Dispatch round = arguments;
-    round.begin = begin;
-    round.end = end;
-    launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
-                         shape.shared_bytes(), stream, me, round, shape, split, rails);
-  });
+  Dispatch job = arguments;
+  job.round_tokens = me.control.round_tokens();
+  job.end = job.most_tokens;
+  launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
+                       shape.shared_bytes(), stream, me, job, shape, split, rails);
 }
 
 }  // namespace

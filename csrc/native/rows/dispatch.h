@@ -24,11 +24,11 @@ struct Dispatch {
   const std::uint32_t* token_ranks;       // [T]
   ReceivedRoutes routes;
   RailRoutes rail_routes{};  // with several domains
-  int begin = 0, end = 0;    // of a kernel's round: set by `dispatch`
+  // Set by `dispatch` and its kernel: the tokens of a round, and a round's number and tokens.
+  int round_tokens = 0, number = 0, begin = 0, end = 0;
 };
 
-// Queues the dispatch, a kernel for each round.  Collective.  `rails` are null unless there are
-// several domains.
+// Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails = nullptr);
 

@@ -6,9 +6,11 @@
 // dispatch has put the rows (rails/phases.cuh).  The source adds up the domains' sums in order.
 //
 // Every warp first takes part in the sums of the domain, and only then in those over domains: these
-// wait for other ranks, whose sums may wait for the former.
+// wait for other ranks, whose sums may wait for the former.  With rounds (rails/rounds.cuh) it makes
+// the domain's sums of the next round before those over domains, which wait for the network: then
+// that has what to send.
 //
-// Why nothing is overwritten that is still needed: what a rank sends or puts to another one, and
+// Why nothing is overwritten that is still needed, by another combine: what a rank sends or puts to another one, and
 // what it, or another rank of its domain, prepares to be put there, is written only when that rank
 // has entered this combine, and so has left the previous one, with everything that was put to it.
 #pragma once
@@ -51,16 +53,37 @@ __device__ inline int sums_before(const KernelContext& me, const Combine& job, i
   return job.rail_routes.num_before(rail_peer_in(me, domain), token);
 }
 
-// Waits until the sums of a phase are done, by warps of this rank: those have deadlines.
+// Sums of a phase of a round that are done, counted by warps of this rank.
+__device__ inline unsigned int* num_summed(const KernelContext& me, const Combine& job, int domain,
+                                           int phase) {
+  return reinterpret_cast<unsigned int*>(me.control_of[me.rank] +
+                                         RailLayout{me.control}.num_summed()) +
+         domain * me.control.max_phases() + job.number * job.num_phases + phase;
+}
+
 template <typename R>
-__device__ bool wait_for_sums(const KernelContext& me, const Combine& job, int domain, int phase) {
+__device__ bool are_summed(const KernelContext& me, const Combine& job, int domain, int phase) {
   const int goal = sums_before(me, job, domain, phase_start<R>(job, phase + 1)) -
                    sums_before(me, job, domain, phase_start<R>(job, phase));
-  while (static_cast<int>(atomicAdd(&me.state->summed[domain][phase], 0u)) < goal) {
+  return static_cast<int>(atomicAdd(num_summed(me, job, domain, phase), 0u)) >= goal;
+}
+
+// Waits for warps of this rank, whose waits have deadlines.
+template <typename IsOver>
+__device__ bool wait_for_warps(const KernelContext& me, IsOver&& is_over) {
+  while (!is_over()) {
     if (has_failed(me)) return false;
   }
   __threadfence();
   return true;
+}
+
+// The items of a round's sums over domains.
+__device__ inline int num_added(const Combine& job) { return max(1, job.end - job.begin); }
+
+__device__ inline bool are_added(const KernelContext& me, const Combine& job) {
+  const unsigned int number = atomicAdd(num_done(me, kAddingDomains, job.number), 0u);
+  return static_cast<int>(number) >= num_added(job);
 }
 
 // Puts the sums of node tokens to the rail peers, phase by phase, and waits for all of theirs.
@@ -71,34 +94,52 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   const Control& layout = me.control;
   const RailLayout there{layout};
   const RailSums sums = rail_sums(me);
-  const int lane = threadIdx.x % kWarpSize, own = layout.domain_of(me.rank);
-  for (int phase = 0; phase < job.num_phases; ++phase) {
-    for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
-      if (!has_rail_peer(me, domain)) continue;
-      if (!wait_for_sums<R>(me, job, domain, phase)) return;
-      fence_system();
-      const int start = phase_start<R>(job, phase), end = phase_start<R>(job, phase + 1);
-      if (job.has_weights && end > start) {
-        const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
-        if (!put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
-                 there.values() + own * row + first, there.sent_values() + domain * row + first,
-                 std::size_t{4} * (end - start) * job.top_k)) {
-          return;
-        }
-      }
-      const int before = sums_before(me, job, domain, start);
-      const std::size_t number = sums_before(me, job, domain, end) - before;
-      const std::size_t at =
-          std::size_t{1} * (before - sums_before(me, job, domain, job.begin)) * job.row_bytes;
-      if (!put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain, sums.of_domain(own) + at,
-               sums.sent(own, domain) + at, number * job.row_bytes, kSumsPut)) {
-        return;
-      }
+  const int own = layout.domain_of(me.rank), num_units = num_rounds_of(job) * job.num_phases;
+  bool are_put = true;
+  const auto is_ready = [&](int domain, int unit) {
+    return are_summed<R>(me, round_of(job, unit / job.num_phases), domain, unit % job.num_phases);
+  };
+  const auto put_unit = [&](int domain, int unit) {
+    fence_system();
+    const Combine round = round_of(job, unit / job.num_phases);
+    const int phase = unit % job.num_phases;
+    const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
+    if (job.has_weights && end > start) {
+      const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
+      are_put = put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
+                    there.values() + own * row + first, there.sent_values() + domain * row + first,
+                    std::size_t{4} * (end - start) * job.top_k);
     }
-  }
-  for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
+    const int before = sums_before(me, job, domain, start);
+    const std::size_t number = sums_before(me, job, domain, end) - before;
+    const std::size_t at =
+        std::size_t{1} * (before - sums_before(me, job, domain, round.begin)) * job.row_bytes;
+    are_put = are_put && put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain,
+                             sums.of_domain(round.number, own) + at,
+                             sums.sent(round.number, own, domain) + at, number * job.row_bytes,
+                             kSumsPut);
+  };
+  for_units(me, num_units, is_ready, put_unit, [&](int) { return !are_put || has_failed(me); });
+  for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains; domain += kWarpSize) {
     if (!has_rail_peer(me, domain)) continue;
-    wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, job.num_phases, epoch);
+    wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, num_units, epoch);
+  }
+}
+
+// Tells the rail peers of each round whose sums over domains are made, so that those of the next but
+// one may be put.  Called by one warp.
+template <typename R>
+__device__ void pass_sums_on(const KernelContext& me, const R& rails, const Combine& job,
+                             std::uint64_t epoch) {
+  for (int number = 0; number + 2 < num_rounds_of(job); ++number) {
+    const Combine round = round_of(job, number);
+    bool is_over = wait_for_warps(me, [&] { return are_added(me, round); });
+    for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && is_over;
+         domain += kWarpSize) {
+      if (!has_rail_peer(me, domain)) continue;
+      is_over = put(me, rails, Phase::kCombine, epoch, kControlWindow, domain, 0, 0, 0, kAddedUpPut);
+    }
+    if (!__all_sync(~0u, is_over)) return;
   }
 }
 
@@ -116,24 +157,50 @@ class DomainSums {
         sums_(rail_sums(me)),
         window_(me.rows_of[me.rank]),
         own_(me.control.domain_of(me.rank)),
-        num_items_((job.end - job.begin) * me.control.num_domains),
         counter_(me) {}
+
+  // Goes to the sums of this domain's ranks in a round, once there is room for them: those over
+  // domains of the last round but one are made, here and by the rail peers.  False when the group
+  // has failed.
+  __device__ bool begin_of_domain(const Combine& round) {
+    bool is_free = true;
+    if (round.number > 1) {
+      const Combine before = round_of(job_, round.number - 2);
+      is_free = wait_for_warps(me_, [&] { return are_added(me_, before); });
+      for (int domain = threadIdx.x % kWarpSize; domain < me_.control.num_domains && is_free;
+           domain += kWarpSize) {
+        if (!has_rail_peer(me_, domain)) continue;
+        is_free = wait_for_signal(me_, rails_, Phase::kCombine, kAddedUpPut, domain,
+                                  round.number - 1, epoch_);
+      }
+    }
+    begin(round, max(1, (round.end - round.begin) * me_.control.num_domains));
+    return __all_sync(~0u, is_free);
+  }
+
+  // Tells that this warp's share is done, which made room for sums of ranks.
+  __device__ void end_of_domain() {
+    if (count(kAddingRanks) && threadIdx.x % kWarpSize == 0) {
+      tell_of_round(me_, true, job_.number, epoch_);
+    }
+  }
+
+  // The same for the sums over domains.
+  __device__ void begin_of_all(const Combine& round) { begin(round, num_added(round)); }
+  __device__ void end_of_all() { count(kAddingDomains); }
 
   // The sum of this domain's ranks for the next token that no other warp has taken: domains take
   // turns, so that all phases make progress.
   __device__ bool next_of_domain(Sum* sum) {
     const int lane = threadIdx.x % kWarpSize, num_domains = me_.control.num_domains;
-    int item, domain, token;
+    int domain, token;
     do {
-      item = counter_.take();
-      if (item >= num_items_) {
-        item_ = item;
-        return false;
-      }
+      const int item = take();
+      if (item < 0) return false;
       domain = (own_ + 1 + item % num_domains) % num_domains;
       token = job_.begin + item / num_domains;
     } while (!has_sum(domain, token));
-    if (lane == 0) begun_[num_begun_ % kNotes] = domain * kPhases + phase_of<R>(job_, token);
+    if (lane == 0) begun_[num_begun_ % kNotes] = num_summed(me_, job_, domain, phase_of<R>(job_, token));
     ++num_begun_;
 
     const ReceivedRoutes& routes = job_.routes;
@@ -159,7 +226,7 @@ class DomainSums {
     const bool is_here =
         !is_part || wait_for(me_, Phase::kCombine, rank,
                              pushed_flags<R>(me_, source, rank) + token / kChunk, epoch_);
-    if (!__all_sync(~0u, is_here)) return give_up();
+    if (!__all_sync(~0u, is_here)) return false;
     // In the order of ranks; this rank's own rows first where only one part is before them.
     const int parts_before = __popc(others & ((1u << place) - 1));
     const int own_first = parts_before < 2 ? 0 : parts_before;
@@ -184,28 +251,33 @@ class DomainSums {
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
     const std::size_t row = place_in_round<R>(me_, job_, source, token);
-    sum->out = window_ + (domain == own_ ? sums_.of_domain(own_) : sums_.sent(own_, domain)) +
+    sum->out = window_ +
+               (domain == own_ ? sums_.of_domain(job_.number, own_)
+                               : sums_.sent(job_.number, own_, domain)) +
                row * job_.row_bytes;
     return true;
   }
 
   // The oldest sum of `next_of_domain` is stored.
-  __device__ void count() {
+  __device__ void note_sum() {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) {
-      const int of = begun_[num_done_ % kNotes];
+      unsigned int* const number = begun_[num_stored_ % kNotes];
       __threadfence();
-      atomicAdd(&me_.state->summed[of / kPhases][of % kPhases], 1u);
+      atomicAdd(number, 1u);
     }
-    ++num_done_;
+    ++num_stored_;
   }
 
   // The sum over domains for this rank's next token.
   __device__ bool next_of_all(Sum* sum) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int token = job_.begin + (item_ >= 0 ? item_ : counter_.take()) - num_items_;
-    item_ = -1;
-    if (token >= min(job_.end, job_.num_tokens)) return false;
+    const int lane = threadIdx.x % kWarpSize, end = min(job_.end, job_.num_tokens);
+    int item, token;
+    do {
+      item = take();
+      if (item < 0) return false;
+      token = job_.begin + item;
+    } while (token >= end);
     const RailRoutes& routes = job_.rail_routes;
     int num_parts = 0;  // a token has at most as many domains as assignments
     for (int first = 0; first < me_.control.num_domains; first += kWarpSize) {
@@ -220,15 +292,17 @@ class DomainSums {
       bool is_here = true;
       if (place >= 0) {
         const int phase = phase_of<R>(job_, token);
-        is_here = domain == own_ ? wait_for_sums<R>(me_, job_, own_, phase)
-                                 : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
-                                                   phase + 1, epoch_);
+        is_here =
+            domain == own_
+                ? wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, own_, phase); })
+                : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
+                                  job_.number * job_.num_phases + phase + 1, epoch_);
       }
       if (!__all_sync(~0u, is_here)) return false;
       const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
       if (place >= 0) {
         parts_[num_parts + __popc(domains & ((1u << lane) - 1))] =
-            window_ + sums_.of_domain(domain) + static_cast<std::size_t>(place) * job_.row_bytes;
+            window_ + sums_.of_domain(job_.number, domain) + static_cast<std::size_t>(place) * job_.row_bytes;
       }
       num_parts += __popc(domains);
     }
@@ -243,6 +317,30 @@ class DomainSums {
   }
 
  private:
+  __device__ void begin(const Combine& round, int num_items) {
+    job_.number = round.number;
+    job_.begin = round.begin;
+    job_.end = round.end;
+    first_item_ = end_item_;
+    end_item_ += num_items;
+    num_taken_ = 0;
+  }
+
+  // The next item of these sums that no other warp has taken, from 0; -1: there is none.
+  __device__ int take() {
+    if (!is_taken_) item_ = counter_.take();
+    is_taken_ = item_ >= end_item_;
+    if (is_taken_) return -1;
+    ++num_taken_;
+    return item_ - first_item_;
+  }
+
+  // Counts what this warp has taken.  True for the warp that counts the last of it.
+  __device__ bool count(RoundPart part) const {
+    return !has_failed(me_) &&
+           count_done(me_, part, job_.number, num_taken_, end_item_ - first_item_);
+  }
+
   // Whether this rank makes a sum for `domain` of a token, or of a node token that may have this
   // name.
   __device__ bool has_sum(int domain, int token) const {
@@ -272,24 +370,20 @@ class DomainSums {
     job_.topk_w[index] = value;
   }
 
-  __device__ bool give_up() {
-    item_ = num_items_ + job_.end - job_.begin;
-    return false;
-  }
-
   const KernelContext& me_;
   const R& rails_;
-  const Combine& job_;
+  Combine job_;  // for a round
   const char** parts_;
   const std::uint64_t epoch_;
   const RailSums sums_;
   char* window_;
   const int own_;
-  const int num_items_;  // of the first kind; those of the second follow
   WorkCounter counter_;
-  int item_ = -1;  // one of the second kind that is taken
-  unsigned int num_begun_ = 0, num_done_ = 0;
-  int begun_[kNotes];  // lane 0: the phases of sums that are begun
+  int first_item_ = 0, end_item_ = 0, num_taken_ = 0;  // of these sums
+  int item_ = 0;                                       // the last that was taken
+  bool is_taken_ = false;                              // it is of those that follow
+  unsigned int num_begun_ = 0, num_stored_ = 0;
+  unsigned int* begun_[kNotes];  // lane 0: what counts the sums that are begun
 };
 
 // Called by one warp.
@@ -307,9 +401,21 @@ __device__ void sum_over_domains(const KernelContext& me, const R& rails, const 
   DomainSums<R> sums(me, rails, job, parts, epoch);
   const auto next_of_domain = [&](Sum* sum) { return sums.next_of_domain(sum); };
   const auto next_of_all = [&](Sum* sum) { return sums.next_of_all(sum); };
-  add_up<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.count(); });
-  __syncwarp();  // the ring is used again
-  add_up<T, false>(ring, job.row_bytes, next_of_all, [] {});
+  const int num_rounds = num_rounds_of(job);
+  for (int number = 0; number <= num_rounds; ++number) {
+    if (number < num_rounds) {
+      if (!sums.begin_of_domain(round_of(job, number))) return;
+      add_up<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.note_sum(); });
+      sums.end_of_domain();
+      __syncwarp();  // the ring is used again
+    }
+    if (number > 0) {
+      sums.begin_of_all(round_of(job, number - 1));
+      add_up<T, false>(ring, job.row_bytes, next_of_all, [] {});
+      sums.end_of_all();
+      __syncwarp();
+    }
+  }
 }
 
 }  // namespace ncclep::native

@@ -21,7 +21,7 @@ constexpr int kSentAhead = 3;
 
 __device__ inline RailSums rail_sums(const KernelContext& me) {
   const Control& layout = me.control;
-  return {me.dispatch_bytes, layout.num_domains, layout.local_ranks()};
+  return {me.dispatch_bytes, layout.num_domains, layout.local_ranks(), layout.num_rounds};
 }
 
 // Where in rank `source`'s window, or in that of its rail peer, the sum lies that `rank` sends for

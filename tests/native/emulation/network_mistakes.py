@@ -53,28 +53,32 @@ MISTAKES = {
         "rails-failures", 4, "failure: rank . does not say that rank . refused"),
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
-        "if («!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)») return;", "false",
+        "if (!__all_sync(~0u, «wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)»)) return;",
+        "true",
         "rails-dispatches", 2, "dispatch: ", 32),
     "rails: a phase is passed on before it has come": (
         "native/rails/phases.cuh",
-        "if («!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)») ",
-        "false",
+        "return «has_counted(me, rails, kRowsPut, domain, signals_up_to(me, kRowsPut, unit + 1))»;",
+        "true",
         "rails-dispatches", 2, "dispatch: "),
     "rails: a phase is passed on without what it stands for": (
         "native/rails/phases.cuh",
-        "return;\n      «fence_system();»\n      for (int place = 0;", "",
+        "{\n    «fence_system();»\n    for (int place = 0;", "",
         "rails-dispatches", 4, "dispatch: "),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
-        "if («!wait_for_sums<R>(me, job, domain, phase)») return;", "false",
+        "return «are_summed<R>(me, round_of(job, unit / job.num_phases), domain, unit %"
+        " job.num_phases)»;",
+        "true",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
         "native/rows/domain_sums.cuh",
-        "kSumsPut, domain,\n" + " " * 51 + "«phase + 1», epoch_)", "0",
+        "kSumsPut, domain,\n" + " " * 34 + "«job_.number * job_.num_phases + phase + 1», epoch_)",
+        "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "is_here = domain == own_ ? «wait_for_sums<R>(me_, job_, own_, phase)»", "true",
+        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, own_, phase); })»", "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",
@@ -87,10 +91,10 @@ MISTAKES = {
         "host_of(me, source)",
         "rails-combines", 4, "combine: weights", 119),
     "rails: a sum is counted before it is stored": (
-        "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd", "",
+        "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd(number", "",
         "rails-combines", 4, "combine: "),
     "rails: sums of the combine before are counted": (
-        "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",
+        "native/rails/rounds.cuh", "counts[i] = 0;", "",
         "rails-combines", 2, "combine: "),
     "rails: LL: tokens are taken before they have come": (
         "native/low_latency/rail_tokens.cuh",
@@ -136,7 +140,7 @@ MISTAKES = {
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
         "rails-dispatches", 4, ".", 106),
     "rounds: tokens of later ones are summed, too": (
-        "native/rows/domain_sums.cuh", "if (token >= «min(job_.end, job_.num_tokens)»)",
+        "native/rows/domain_sums.cuh", "end = «min(job_.end, job_.num_tokens)»;",
         "job_.num_tokens",
         "rails-rows", 4, "."),
 }
