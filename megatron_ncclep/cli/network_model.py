@@ -18,8 +18,8 @@ HEAD = "nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat
 PUTS_HEAD = (
     "nodes", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB", "rounds", "window GB",
 )  # fmt: skip
-# It takes more rounds until a rows window has at most so many bytes, or a round so few tokens.
-MOST_WINDOW_BYTES, LEAST_ROUND_TOKENS = 2 << 30, 512
+# It takes more rounds until a rows window has at most so many bytes.
+MOST_WINDOW_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Puts:
         phases: int = MOST_PHASES,
         weights: float = 0,
         rounds: int = 1,
+        told: int = 1,
     ) -> Puts:
         """Of a dispatch or a combine.
 
@@ -71,10 +72,12 @@ class Puts:
             row_bytes: of a row.
             phases: messages with rows in a round.
             weights: numbers that go with them: T * K, in combine in whole chunks, or 0.
-            rounds: kernels.
+            rounds: of so many phases each.
+            told: the last rounds of which the peer is not told that their room is free: 1 in
+                dispatch, 2 in combine.
         """
-        messages = rounds * (1 + phases + (phases if weights else 0))
-        return cls(messages, 8 * rounds + node_tokens * row_bytes + 4 * weights)
+        messages = 1 + rounds * phases * (2 if weights else 1) + max(0, rounds - told)
+        return cls(messages, 8 + node_tokens * row_bytes + 4 * weights)
 
 
 @dataclass(frozen=True)
@@ -152,35 +155,43 @@ class NetworkModel:
         crossing = tokens * self._needed(nodes)
         pairs = tokens * self.ranks_on_each * self._needed(ranks)
         sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
-        rows: dict[str, Any] = {"node_tokens": crossing, "row_bytes": self.row_bytes}
-        rows["rounds"] = self.rounds(nodes)
+        rounds = self.rounds(nodes)
+        rows: dict[str, Any] = {
+            "node_tokens": crossing,
+            "row_bytes": self.row_bytes,
+            "phases": min(MOST_PHASES, self._round_chunks(rounds) // 2 + 1),
+            "rounds": rounds,
+        }
         return [
             Puts.of_plan(*sizes, pairs, tokens * self.top_k / nodes),
             Puts.of_rows(**rows, weights=tokens * self.top_k),
-            Puts.of_rows(**rows, weights=self._most_chunks * CHUNK * self.top_k),
+            Puts.of_rows(**rows, weights=self._most_chunks * CHUNK * self.top_k, told=2),
         ]
 
     def window_bytes(self, nodes: int, rounds: int) -> int:
         """Bytes of a rank's rows window with `native` (`csrc/native/rail_layout.h`).
 
-        Of a round: two halves for dispatch, each with this rank's rows and, for each other node,
-        those on their way there and those from there; the sums of all ranks, and those on their way
-        to other nodes, and those of all nodes.
+        For each token of a round: two halves for dispatch, each with this rank's rows and, for each
+        other node, those on their way there and those from there; the sums of all ranks; and, for
+        one round or two, those on their way to other nodes and those of all nodes.
         """
-        round_tokens = -(-self._most_chunks // rounds) * CHUNK
-        rows = 2 * (2 * nodes - 1) + nodes * self.ranks_on_each + 2 * nodes - 1
-        return rows * round_tokens * self.row_bytes
+        of_nodes = (2 if rounds > 1 else 1) * (2 * nodes - 1)
+        rows = 2 * (2 * nodes - 1) + nodes * self.ranks_on_each + of_nodes
+        return rows * self._round_chunks(rounds) * CHUNK * self.row_bytes
 
     def rounds(self, nodes: int) -> int:
-        """The kernels of a dispatch or a combine with `native`, each for a part of the tokens."""
-        rounds, most = 1, max(1, self._most_chunks * CHUNK // LEAST_ROUND_TOKENS)
-        while rounds < most and self.window_bytes(nodes, rounds) > MOST_WINDOW_BYTES:
+        """The rounds of a dispatch or a combine with `native`, each for a part of the tokens."""
+        rounds = 1
+        while rounds < self._most_chunks and self.window_bytes(nodes, rounds) > MOST_WINDOW_BYTES:
             rounds += 1
         return rounds
 
     @property
     def _most_chunks(self) -> int:
         return -(-self.num_tokens // CHUNK)
+
+    def _round_chunks(self, rounds: int) -> int:
+        return -(-self._most_chunks // rounds)
 
     def seconds(self, nodes: int) -> float:
         """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
@@ -228,6 +239,6 @@ def render(model: NetworkModel) -> str:
     network = (
         "Messages and bytes that a rank puts to each of its rail peers, one on every other node, "
         "with the engine 'native' over GIN: an exact plan, and dispatch and combine with weights, "
-        f"in {MOST_PHASES} phases a round, the most; and its window for rows."
+        f"in up to {MOST_PHASES} phases a round, the most; and its window for rows."
     )
     return as_text(head, "", grid(HEAD, rows), "", network, "", grid(PUTS_HEAD, puts))

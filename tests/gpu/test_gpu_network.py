@@ -153,10 +153,10 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
         ranks = ranks_of(ctx.rank, peer)
         pairs = sum(len(set(row) - {-1}) for row in ranks.tolist())
         puts = [
-            Puts.of_plan(L, on_rank, num_tokens, mine, pairs, int((ranks >= 0).sum())),
+            Puts.of_plan(L, on_rank, num_tokens, pairs, int((ranks >= 0).sum())),
             Puts.of_rows(mine, 2 * hidden, phases, num_tokens * top_k),
             Puts.of_rows(theirs, 2 * hidden, phases),
-            Puts.of_rows(theirs, 2 * hidden, phases, theirs * top_k),
+            Puts.of_rows(theirs, 2 * hidden, phases, -(-num_tokens // CHUNK) * CHUNK * top_k),
         ]
         expected += torch.tensor([[p.messages, int(p.num_bytes)] for p in puts])
 

@@ -47,12 +47,10 @@ __device__ int phase_of(const Job& job, int token) {
   return half < 2 ? half : half / 2 + 1;
 }
 
-// The number of phases of all rounds up to that of a token, or of a node token's name.
+// The number among the phases of all rounds of one of this round.
 template <typename R, typename Job>
-__device__ int phases_up_to(const Job& job, int token) {
-  if constexpr (!R::kAreThere) return phase_of<R>(job, token) + 1;
-  const int round = token / job.round_tokens;
-  return round * job.num_phases + phase_of<R>(round_of(job, round), token) + 1;
+__device__ int number_of_phase(const Job& job, int phase) {
+  return R::kAreThere ? job.number * job.num_phases + phase : phase;
 }
 
 // The pairs of a source in the round: from the first, up to the end.
@@ -112,7 +110,7 @@ __device__ std::uint64_t* staged_flags(const KernelContext& me, int rank, int so
 template <typename R, typename Job>
 __device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, int phase,
                           std::uint64_t parity, std::uint64_t calls, std::uint64_t epoch) {
-  const int unit = job.number * job.num_phases + phase;
+  const int unit = number_of_phase<R>(job, phase);
   const auto is_next = [&] {
     return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == unit;
   };

@@ -34,140 +34,15 @@
 #include "native/rows/dispatch.h"
 #include "native/rows/progress.cuh"
 #include "native/rows/ring.cuh"
+#include "native/rows/stage.cuh"
 
 namespace ncclep::native {
 
 namespace {
 
-// Loads that a lane has in flight where a single warp of a CTA does all the work.
-constexpr int kUnroll = 8;
-
 __device__ void zero_with_warp(char* to, int bytes, int lane) {
   for (int i = lane; i < bytes / 16; i += kWarpSize) {
     reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
-  }
-}
-
-// Writes the weights of a phase's tokens into all other ranks' windows; with rails into this rank's
-// too, from where they are put.  Called by one warp of each staging CTA.
-template <typename R>
-__device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
-                              int end, std::uint64_t parity) {
-  const int step = num_ctas * kWarpSize;
-  const int last = end * job.top_k;
-  int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
-  for (; i < last; i += kUnroll * step) {
-    float weight[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (i + u * step < last) weight[u] = job.w[i + u * step];
-    }
-    for (int place = 0; place < me.control.local_ranks(); ++place) {
-      const int rank = local_rank(me, place);
-      if (!R::kAreThere && rank == me.rank) continue;
-      float* to = weights_at(me, rank, me.rank, parity);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (i + u * step < last) to[i + u * step] = weight[u];
-      }
-    }
-  }
-}
-
-// Copies one warp's share of a phase's rows into this rank's window: to each place from `start` to
-// `end` the row of the token `token_at(place)`, unless that is -1; `first` is at its start.
-template <typename TokenAt>
-__device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ring, int warp,
-                           int num_warps, int first, int start, int end, char* window,
-                           TokenAt&& token_at) {
-  const int lane = threadIdx.x % kWarpSize;
-  int place = start + warp, piece = 0;
-  int token = place < end ? token_at(place) : -1;
-  std::size_t offset[kRingStages];
-  int bytes[kRingStages];
-  const auto load = [&](int s) {
-    while (place < end && token < 0) {
-      place += num_warps;
-      token = place < end ? token_at(place) : -1;
-    }
-    if (place >= end) return false;
-    const int begin = piece * shape.piece_bytes;
-    bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
-    offset[s] = static_cast<std::size_t>(place - first) * job.row_bytes + begin;
-    if (lane == 0) {
-      start_load(ring.pieces + s * shape.piece_bytes,
-                 job.x + static_cast<std::size_t>(token) * job.row_bytes + begin, bytes[s],
-                 ring.full + s);
-    }
-    if (++piece == shape.pieces) {
-      piece = 0;
-      place += num_warps;
-      token = place < end ? token_at(place) : -1;
-    }
-    return true;
-  };
-  const auto store = [&](int s) {
-    if (lane == 0) start_store(window + offset[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
-  };
-  ring.run(load, store, [](int) {});
-}
-
-// Stages the rows of this rank's tokens in its window and their weights in all others', phase by
-// phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
-template <typename R>
-__device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
-                      const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
-                      int end_phase, std::uint64_t parity, std::uint64_t calls,
-                      std::uint64_t epoch) {
-  const Control& layout = me.control;
-  const std::uint32_t others = ~(1u << layout.place_of(me.rank));  // of this domain
-  const int thread = threadIdx.x, warp = thread / kWarpSize;
-  char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
-  for (int phase = first_phase; phase < end_phase; ++phase) {
-    const int start = phase_start<R>(job, phase), next = phase_start<R>(job, phase + 1);
-    const int end = min(next, job.num_tokens);
-    if (warp == 0) {
-      if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, calls % 2);
-    } else if (warp <= shape.warps) {
-      const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
-      stage_rows(job, shape, ring, number, warps, job.begin, start, end, window,
-                 [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
-      if constexpr (R::kAreThere) {
-        const RailRows rows{me.dispatch_bytes, layout.num_domains};
-        const int own = layout.domain_of(me.rank);
-        for (int domain = 0; domain < layout.num_domains; ++domain) {
-          if (domain == own) continue;
-          const RailRoutes& routes = job.rail_routes;
-          const std::int32_t* token_of = routes.token_of + std::int64_t{domain} * routes.num_tokens;
-          stage_rows(job, shape, ring, number, warps, routes.num_sent(domain, job.begin),
-                     routes.num_sent(domain, start), routes.num_sent(domain, next),
-                     window + rows.sent(own, domain), [&](int node) { return token_of[node]; });
-        }
-      }
-      fence_for_bulk_copies();
-    }
-    __syncthreads();
-    const auto completes = [&] {
-      __threadfence_system();  // for what all warps of the CTA wrote
-      unsigned int* count = &me.state->staged[phase];
-      if constexpr (R::kAreThere) count += job.number % 2 * kPhases;
-      if (static_cast<int>(atomicAdd(count, 1u)) != num_ctas - 1) return false;
-      *count = 0;
-      fence_system();  // passes on what this thread saw through the other CTAs' fences
-      const int unit = R::kAreThere ? job.number * job.num_phases + phase : phase;
-      for (int place = 0; place < layout.local_ranks(); ++place) {
-        store_relaxed(staged_flags<R>(me, local_rank(me, place), me.rank) + unit, epoch);
-      }
-      return true;
-    };
-    if constexpr (R::kAreThere) {
-      if (warp != 0) continue;
-      if (!__any_sync(~0u, thread == 0 && completes())) continue;
-      put_phase(me, rails, job, phase, parity, calls, epoch);
-      __syncwarp();
-    } else {
-      if (thread == 0) completes();
-    }
   }
 }
 
@@ -237,7 +112,12 @@ __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int s
   if (source == me.rank) return 0;
   const int first = job.routes.first_pair[source], end = job.routes.first_pair[source + 1];
   if (end == first) return 0;
-  return phases_up_to<R>(job, job.routes.pair_token[end - 1]);
+  const int token = job.routes.pair_token[end - 1];
+  if constexpr (R::kAreThere) {
+    const Dispatch round = round_of(job, token / job.round_tokens);
+    return number_of_phase<R>(round, phase_of<R>(round, token)) + 1;
+  }
+  return phase_of<R>(job, token) + 1;
 }
 
 // The items that a warp takes: those of a round follow those of the last one.
@@ -314,7 +194,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     second = find();
     find_slots(following);
     if (now.source != me.rank &&
-        !seen.wait_for_unit(progress, now.source, phases_up_to<R>(job, now.token) - 1)) {
+        !seen.wait_for_unit(progress, now.source,
+                            number_of_phase<R>(job, phase_of<R>(job, now.token)))) {
       return following.is_there = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
@@ -358,35 +239,23 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
-  int num_rounds = 1;
   if (!had_failed(me)) {
-    if constexpr (R::kAreThere) {
-      num_rounds = num_rounds_of(job);
-      job = round_of(job, 0);
-    }
     if (blockIdx.x == 0) enter(me, rails, Phase::kDispatch, entry, epoch);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
               full[has_ring ? place : 0]};
     if (has_ring) ring.init();
-    stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
-    if (static_cast<int>(blockIdx.x) < split.staging) {
-      stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, calls, epoch);
-      if constexpr (R::kAreThere) {
-        // Here, because whoever is in the second round waits until all have entered.
-        if (warp == 0 && blockIdx.x == 0) {
-          compare_entries(me, rails, Phase::kDispatch, entry, epoch);
-        }
-        for (int number = 1; number < num_rounds; ++number) {
-          const Dispatch next = round_of(job, number);
-          if (!wait_for_half(me, rails, next, entry, epoch)) break;
-          stage(me, rails, next, shape, ring, split.staging, 0, next.num_phases,
-                (dispatches + number) % 2, calls, epoch);
-        }
+    const bool is_staging = static_cast<int>(blockIdx.x) < split.staging;
+    if constexpr (R::kAreThere) {
+      stage_rounds(me, rails, job, shape, ring, split, parity, calls, entry, epoch);
+    } else {
+      stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
+      if (is_staging) {
+        stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, calls, epoch);
       }
-      zero_padding(me, job, split.staging);
     }
+    if (is_staging) zero_padding(me, job, split.staging);
     if (warp == 0) {
       if (!R::kAreThere && blockIdx.x == 0) {
         compare_entries(me, rails, Phase::kDispatch, entry, epoch);
@@ -400,9 +269,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     } else if (has_ring) {
       ItemsOfWarp items{WorkCounter(me)};
       if constexpr (R::kAreThere) {
-        for (int number = 0; number < num_rounds; ++number) {
+        for (int number = 0; number < num_rounds_of(job); ++number) {
           pull<R>(me, round_of(job, number), shape, ring, progress, items,
-                  (dispatches + number) % 2, epoch);
+                  (parity + number) % 2, epoch);
         }
       } else {
         pull<R>(me, job, shape, ring, progress, items, parity, epoch);
@@ -411,7 +280,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       // Two warps that hold up no others.
       const int cta = warp == kWarps - 1 ? gridDim.x - blockIdx.x : 0;  // from the last, 1, on
       if (cta == 1) pass_phases_on(me, rails, job, epoch);
-      if (cta == 2) pass_rounds_on(me, rails, job, epoch);
+      if (cta == 2) {
+        compare_entries(me, rails, Phase::kDispatch, entry, epoch);
+        pass_rounds_on(me, rails, job, epoch);
+      }
     }
   }
   if (!leave(me)) return;
@@ -421,6 +293,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
   if constexpr (R::kAreThere) clear_rounds(me);
   if (threadIdx.x == 0) {
+    const int num_rounds = R::kAreThere ? num_rounds_of(job) : 1;
     me.state->dispatches = dispatches + num_rounds - 1;
     me.state->dispatch_calls = calls;
     leave_call<R>(me, entry);

@@ -197,6 +197,7 @@ void Rows::dispatch(int rank, int number) {
   job.rail_routes = plan.rail_routes;
   const KernelContext me = context(rank, call_of(number, rank == differing));
   const int sms = between(min_ctas(1), kSms);
+  const std::uint64_t dispatches = states[rank].dispatches;
   launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
@@ -204,6 +205,9 @@ void Rows::dispatch(int rank, int number) {
     if (step.has_weights) require_nan(row_w, "dispatch: weights", rank);
     return;
   }
+  const int tokens = me.control.round_tokens(), most = num_chunks_of(routing.most_tokens()) * kChunk;
+  const std::uint64_t rounds = sizes.domains == 1 ? 1 : std::max(1, (most + tokens - 1) / tokens);
+  require(states[rank].dispatches - dispatches == rounds, "dispatch: rounds of rank ", rank);
   std::vector<std::pair<int, int>> origin(num_rows, {-1, 0});  // rank, and index there
   for (const Pair& pair : routing.pairs[rank]) {
     for (const Assignment& assignment : pair.assignments) {
@@ -308,7 +312,7 @@ void Rows::combine(int rank, int number) {
 // --- failures ------------------------------------------------------------------------------------
 
 int Rows::last_kernel() const {
-  return kind_ == "calls" ? num_steps() : (1 + sizes.rounds) * num_steps();
+  return (kind_ == "calls" ? 1 : 2) * num_steps();
 }
 
 bool Rows::is_agreed(int step) const {
@@ -339,7 +343,7 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
           : step.kind == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
-  const bool is_in_step = states[rank].epoch - mailbox.failed_epoch < sizes.rounds;
+  const bool is_in_step = states[rank].epoch == mailbox.failed_epoch;
   require(step.kind == Step::kPlan || is_in_step, "failure: rank ", rank, " names operation ",
           mailbox.failed_epoch);
   if (how == Failing::kRefuses) {
