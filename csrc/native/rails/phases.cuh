@@ -1,7 +1,6 @@
 // The phases of a dispatch: which tokens they have, and how they get to other NVLink domains.
 //
-// `Job` is a Dispatch (rows/dispatch.h), for one of its rounds where a round is meant; what counts
-// over all rounds is a phase's number among all of them.
+// `Job` is a Dispatch (rows/dispatch.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,53 +26,48 @@ __device__ int phase_unit() {
   return R::kAreThere ? kChunk : 1;
 }
 
-template <typename Job>
-__device__ int halves_of(const Job& job) {
-  return max(1, 2 * (job.num_phases - 1));
-}
+__device__ inline int halves_of(const Round& round) { return max(1, 2 * (round.num_phases - 1)); }
 
-template <typename R, typename Job>
-__device__ int phase_start(const Job& job, int phase) {
-  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(job);
-  const int units = (job.end - job.begin) / phase_unit<R>();
-  return job.begin + (units * half + halves - 1) / halves * phase_unit<R>();
+template <typename R>
+__device__ int phase_start(const Round& round, int phase) {
+  const int half = phase < 2 ? phase : 2 * (phase - 1), halves = halves_of(round);
+  const int units = (round.end - round.begin) / phase_unit<R>();
+  return round.begin + (units * half + halves - 1) / halves * phase_unit<R>();
 }
 
 // Of a token, or of a node token's name.
-template <typename R, typename Job>
-__device__ int phase_of(const Job& job, int token) {
-  const int half = (token - job.begin) / phase_unit<R>() * halves_of(job) /
-                   ((job.end - job.begin) / phase_unit<R>());
+template <typename R>
+__device__ int phase_of(const Round& round, int token) {
+  const int half = (token - round.begin) / phase_unit<R>() * halves_of(round) /
+                   ((round.end - round.begin) / phase_unit<R>());
   return half < 2 ? half : half / 2 + 1;
 }
 
-// The number among the phases of all rounds of one of this round.
-template <typename R, typename Job>
-__device__ int number_of_phase(const Job& job, int phase) {
-  return R::kAreThere ? job.number * job.num_phases + phase : phase;
+// Its number among the phases of all rounds.
+template <typename R>
+__device__ int number_of_phase(const Round& round, int phase) {
+  return R::kAreThere ? round.number * round.num_phases + phase : phase;
 }
 
 // The pairs of a source in the round: from the first, up to the end.
-template <typename R, typename Job>
-__device__ int first_pair(const Job& job, int source) {
-  const ReceivedRoutes& routes = job.routes;
+template <typename R>
+__device__ int first_pair(const ReceivedRoutes& routes, const Round& round, int source) {
   if constexpr (!R::kAreThere) return routes.first_pair[source];
-  return routes.chunk_pair[source * (routes.num_chunks + 1) + job.begin / kChunk];
+  return routes.chunk_pair[source * (routes.num_chunks + 1) + round.begin / kChunk];
 }
-template <typename R, typename Job>
-__device__ int end_pair(const Job& job, int source) {
-  const ReceivedRoutes& routes = job.routes;
+template <typename R>
+__device__ int end_pair(const ReceivedRoutes& routes, const Round& round, int source) {
   if constexpr (!R::kAreThere) return routes.first_pair[source + 1];
-  return routes.chunk_pair[source * (routes.num_chunks + 1) + (job.end + kChunk - 1) / kChunk];
+  return routes.chunk_pair[source * (routes.num_chunks + 1) + round.end / kChunk];
 }
 
 // The place in the round's windows of a token of this domain, or of the node token of a source of
 // another one that this domain knows by a name.
-template <typename R, typename Job>
-__device__ int place_in_round(const KernelContext& me, const Job& job, int source, int name) {
-  if (!R::kAreThere || is_local(me, source)) return name - job.begin;
-  const RailRoutes& routes = job.rail_routes;
-  return routes.num_before(source, name) - routes.num_before(source, job.begin) + name % kChunk;
+template <typename R>
+__device__ int place_in_round(const KernelContext& me, const RailRoutes& routes, const Round& round,
+                              int source, int name) {
+  if (!R::kAreThere || is_local(me, source)) return name - round.begin;
+  return routes.num_before(source, name) - routes.num_before(source, round.begin) + name % kChunk;
 }
 
 // The address on `rank` of the weights of `source`'s assignments.
@@ -108,15 +102,17 @@ __device__ std::uint64_t* staged_flags(const KernelContext& me, int rank, int so
 // Puts what is staged of a phase to the rail peers, after the phase before, which another CTA may
 // have completed: they count the phases.  Called by one warp, whose lanes share the domains.
 template <typename R, typename Job>
-__device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, int phase,
-                          std::uint64_t parity, std::uint64_t calls, std::uint64_t epoch) {
-  const int unit = number_of_phase<R>(job, phase);
+__device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, const Round& round,
+                          int phase,
+                          std::uint64_t parity, std::uint64_t calls,
+                          std::uint64_t epoch) {
+  const int unit = number_of_phase<R>(round, phase);
   const auto is_next = [&] {
     return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == unit;
   };
   if (!__all_sync(~0u, wait_until(me, Phase::kDispatch, me.rank, epoch, is_next))) return;
   const RailRows rows{me.dispatch_bytes, me.control.num_domains};
-  const int start = phase_start<R>(job, phase), end = phase_start<R>(job, phase + 1);
+  const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
   const int own = me.control.domain_of(me.rank), last = min(end, job.num_tokens);
   bool are_put = true;
   for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && are_put;
@@ -131,7 +127,7 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
     const int first = job.rail_routes.num_sent(domain, start);
     const std::size_t num_rows = job.rail_routes.num_sent(domain, end) - first;
     const std::size_t at = parity * me.dispatch_bytes + std::size_t{1} * job.row_bytes *
-                                (first - job.rail_routes.num_sent(domain, job.begin));
+                                (first - job.rail_routes.num_sent(domain, round.begin));
     are_put =
         are_put &&
         put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain, at + rows.put(domain, own),
@@ -167,22 +163,22 @@ __device__ void pass_phases_on(const KernelContext& me, const R& rails, const Jo
 // Waits until the half of the windows that a round is staged in is free, which is that of the last
 // round but one: of this call, or of the one before, which ranks that are in this one have left.
 // Called by all threads of a CTA; false when the group has failed.
-template <typename R, typename Job>
-__device__ bool wait_for_half(const KernelContext& me, const R& rails, const Job& job,
+template <typename R>
+__device__ bool wait_for_half(const KernelContext& me, const R& rails, const Round& round,
                               std::uint64_t entry, std::uint64_t epoch) {
   bool is_free = true;
-  if (job.number == 1) {
+  if (round.number == 1) {
     for (int rank = threadIdx.x; rank < me.control.num_ranks && is_free; rank += blockDim.x) {
       is_free = wait_for_entry(me, Phase::kDispatch, rank, entry, epoch) != 0;
     }
-  } else if (job.number > 1) {
+  } else if (round.number > 1) {
     if (threadIdx.x < me.control.local_ranks()) {
-      is_free = wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), job.number - 2,
+      is_free = wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), round.number - 2,
                                epoch);
     }
     if (has_rail_peer(me, threadIdx.x)) {
       is_free = wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, threadIdx.x,
-                                job.number - 1, epoch) &&
+                                round.number - 1, epoch) &&
                 is_free;
     }
   }

@@ -34,14 +34,22 @@ __device__ int num_rounds_of(const Job& job) {
   return max(1, (tokens + job.round_tokens - 1) / job.round_tokens);
 }
 
-// `job` for one of its rounds.
+// One of them: its tokens, and the phases in which they are staged or put.
+struct Round {
+  int number, begin, end, num_phases;
+};
+
 template <typename Job>
-__device__ Job round_of(const Job& job, int number) {
-  Job round = job;
-  round.number = number;
-  round.begin = number * job.round_tokens;
-  round.end = min(round.begin + job.round_tokens, *job.rail_routes.most_chunks * kChunk);
-  return round;
+__device__ Round round_of(const Job& job, int number) {
+  const int begin = number * job.round_tokens;
+  return {number, begin, min(begin + job.round_tokens, *job.rail_routes.most_chunks * kChunk),
+          job.num_phases};
+}
+
+template <typename R, typename Job>
+__device__ Round first_round(const Job& job) {
+  if constexpr (!R::kAreThere) return {};
+  return round_of(job, 0);
 }
 
 // What a rank is done with.

@@ -46,12 +46,12 @@ using AddUpRing = PieceRing<5>;
 
 // Adds up one adding warp's share of the pairs; `num_done` counts them.
 template <typename T, typename R>
-__device__ void add(const KernelContext& me, const Combine& job, const WarpSlice& slice, bool sends,
-                    AddUpRing& ring, CompletionTracker& tracker, int warp, int& num_done,
+__device__ void add(const KernelContext& me, const Combine& job, const Round& round,
+                    const WarpSlice& slice, bool sends, AddUpRing& ring, CompletionTracker& tracker, int warp, int& num_done,
                     std::uint64_t entry, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator<R> iterator(me, job, slice, warp);
+  PairIterator<R> iterator(me, job, round, slice, warp);
   const bool sends_weights = sends && job.has_weights;
   // Routes are prefetched: the range of assignments of the pair after the next one, and the slots
   // of the next one.
@@ -100,15 +100,15 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out = sends ? place_of_sum<R>(me, job, source, now.token, me.rank)
+    sum->out = sends ? place_of_sum<R>(me, job, round, source, now.token, me.rank)
                      : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
     if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
   };
   if constexpr (R::kAreThere) {
     // Also for a round without pairs: after this one, what was sent in none before it is in use.
-    if (job.number > 0 && iterator.has_source() &&
-        !__all_sync(~0u, wait_for_round(me, Phase::kCombine, host_of(me, source), job.number - 1,
+    if (round.number > 0 && iterator.has_source() &&
+        !__all_sync(~0u, wait_for_round(me, Phase::kCombine, host_of(me, source), round.number - 1,
                                         epoch))) {
       return;
     }
@@ -196,7 +196,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     const int own_first = is_own_first ? 0 : parts_before;
     if (is_part) {
       parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
-          place_of_sum<NoRails>(me, job, me.rank, now.token, lane);
+          place_of_sum<NoRails>(me, job, {}, me.rank, now.token, lane);
     }
     if (lane < own_rows) {
       parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     const bool sends = split.sending == 0;
     if (warp < kAddingWarps) {
       int num_done = 0;
-      const auto add_round = [&](const Combine& round) {
-        add<T, R>(me, round, slice, sends, add_up_rings[warp], tracker, warp, num_done, entry,
+      const auto add_round = [&](const Round& round) {
+        add<T, R>(me, job, round, slice, sends, add_up_rings[warp], tracker, warp, num_done, entry,
                   epoch);
       };
       if constexpr (R::kAreThere) {
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
           __syncwarp();
         }
       } else {
-        add_round(job);
+        add_round({});
       }
       if (threadIdx.x % kWarpSize == 0) tracker.close(warp);
     } else {
@@ -348,7 +348,6 @@ void launch_combine(const KernelContext& me, const Combine& arguments, int num_s
                                            arguments.row_bytes, me.control.num_domains);
   Combine job = arguments;
   job.round_tokens = me.control.round_tokens();
-  job.end = job.most_tokens;
   launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
                        job, shape, split, rails);
 }

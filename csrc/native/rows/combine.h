@@ -26,8 +26,7 @@ struct Combine {
   // round are put, 1 to kPhases; the same on all ranks.
   int most_tokens = 0, num_phases = 0;
   RailRoutes rail_routes{};
-  // Set by `combine` and its kernel: the tokens of a round, and a round's number and tokens.
-  int round_tokens = 0, number = 0, begin = 0, end = 0;
+  int round_tokens = 0;  // at most; set by `combine`
 };
 
 // Queues the combine.  Collective.  `rails` are null unless there are several domains.

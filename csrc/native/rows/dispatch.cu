@@ -106,6 +106,11 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
   }
 }
 
+// All tokens, in one domain.
+__device__ Round all_at_once(const Dispatch& job) {
+  return {0, 0, job.most_tokens, job.num_phases};
+}
+
 // The number of phases of a source up to the last that has rows for this rank.
 template <typename R>
 __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int source) {
@@ -114,10 +119,10 @@ __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int s
   if (end == first) return 0;
   const int token = job.routes.pair_token[end - 1];
   if constexpr (R::kAreThere) {
-    const Dispatch round = round_of(job, token / job.round_tokens);
+    const Round round = round_of(job, token / job.round_tokens);
     return number_of_phase<R>(round, phase_of<R>(round, token)) + 1;
   }
-  return phase_of<R>(job, token) + 1;
+  return phase_of<R>(all_at_once(job), token) + 1;
 }
 
 // The items that a warp takes: those of a round follow those of the last one.
@@ -129,21 +134,22 @@ struct ItemsOfWarp {
 
 // Pulls a round's rows into their slots until all of them are taken.  Called by one warp.
 template <typename R>
-__device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
-                     Ring& ring, Progress& progress, ItemsOfWarp& warp_items,
+__device__ void pull(const KernelContext& me, const Dispatch& job, const Round& round,
+                     const RingShape& shape, Ring& ring, Progress& progress, ItemsOfWarp& warp_items,
                      std::uint64_t parity, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
   for (int source = lane; source < num_ranks; source += kWarpSize) {
-    most_pairs = max(most_pairs, end_pair<R>(job, source) - first_pair<R>(job, source));
+    most_pairs = max(most_pairs, end_pair<R>(routes, round, source) -
+                                     first_pair<R>(routes, round, source));
   }
   most_pairs = __reduce_max_sync(~0u, most_pairs);
   if constexpr (R::kAreThere) most_pairs = max(1, most_pairs);  // somebody counts the items
   const int items = most_pairs * num_ranks * shape.pieces;
   const int first_item = R::kAreThere ? warp_items.end : 0;
   int item = warp_items.last - first_item, num_taken = 0;
-  bool is_taken = R::kAreThere && job.number > 0;  // `item`
+  bool is_taken = R::kAreThere && round.number > 0;  // `item`
   warp_items.end += items;
 
   // Routes are prefetched: the range of assignments of the item after the next one, and the slots
@@ -164,8 +170,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
       // Consecutive items alternate between ranks, so that the warps pull from all ranks at any
       // time.
       found.source = (me.rank + 1 + turn) % num_ranks;
-      const int pair = first_pair<R>(job, found.source) + turn / num_ranks;
-      if (pair >= end_pair<R>(job, found.source)) continue;
+      const int pair = first_pair<R>(routes, round, found.source) + turn / num_ranks;
+      if (pair >= end_pair<R>(routes, round, found.source)) continue;
       found.is_there = true;
       found.piece = item % shape.pieces;
       found.token = routes.pair_token[pair];
@@ -195,7 +201,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     find_slots(following);
     if (now.source != me.rank &&
         !seen.wait_for_unit(progress, now.source,
-                            number_of_phase<R>(job, phase_of<R>(job, now.token)))) {
+                            number_of_phase<R>(round, phase_of<R>(round, now.token)))) {
       return following.is_there = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
@@ -203,7 +209,7 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     if (lane == 0) {
       const bool is_own = now.source == me.rank;
       const char* base = is_own ? job.x : rows_from<R>(me, now.source, parity);
-      const int place = is_own ? now.token : place_in_round<R>(me, job, now.source, now.token);
+      const int place = is_own ? now.token : place_in_round<R>(me, job.rail_routes, round, now.source, now.token);
       start_load(ring.pieces + s * shape.piece_bytes,
                  base + static_cast<std::size_t>(place) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);
@@ -221,8 +227,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
   if constexpr (R::kAreThere) {
     warp_items.last = first_item + item;
     const bool is_last =
-        !has_failed(me) && count_done(me, kPulling, job.number, num_taken, items);
-    if (is_last && lane == 0) tell_of_round(me, false, job.number, epoch);
+        !has_failed(me) && count_done(me, kPulling, round.number, num_taken, items);
+    if (is_last && lane == 0) tell_of_round(me, false, round.number, epoch);
   }
 }
 
@@ -250,9 +256,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     if constexpr (R::kAreThere) {
       stage_rounds(me, rails, job, shape, ring, split, parity, calls, entry, epoch);
     } else {
-      stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
+      const Round round = all_at_once(job);
+      stage(me, rails, job, round, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
       if (is_staging) {
-        stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, calls, epoch);
+        stage(me, rails, job, round, shape, ring, split.staging, 1, job.num_phases, parity, calls,
+              epoch);
       }
     }
     if (is_staging) zero_padding(me, job, split.staging);
@@ -270,11 +278,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
       ItemsOfWarp items{WorkCounter(me)};
       if constexpr (R::kAreThere) {
         for (int number = 0; number < num_rounds_of(job); ++number) {
-          pull<R>(me, round_of(job, number), shape, ring, progress, items,
+          pull<R>(me, job, round_of(job, number), shape, ring, progress, items,
                   (parity + number) % 2, epoch);
         }
       } else {
-        pull<R>(me, job, shape, ring, progress, items, parity, epoch);
+        pull<R>(me, job, all_at_once(job), shape, ring, progress, items, parity, epoch);
       }
     } else if constexpr (R::kAreThere) {
       // Two warps that hold up no others.
@@ -312,7 +320,6 @@ void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num
   const DispatchSplit split = split_dispatch(num_sms);
   Dispatch job = arguments;
   job.round_tokens = me.control.round_tokens();
-  job.end = job.most_tokens;
   launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
                        shape.shared_bytes(), stream, me, job, shape, split, rails);
 }

@@ -24,8 +24,7 @@ struct Dispatch {
   const std::uint32_t* token_ranks;       // [T]
   ReceivedRoutes routes;
   RailRoutes rail_routes{};  // with several domains
-  // Set by `dispatch` and its kernel: the tokens of a round, and a round's number and tokens.
-  int round_tokens = 0, number = 0, begin = 0, end = 0;
+  int round_tokens = 0;      // at most; set by `dispatch`
 };
 
 // Queues the dispatch.  Collective.  `rails` are null unless there are several domains.

@@ -54,18 +54,19 @@ __device__ inline int sums_before(const KernelContext& me, const Combine& job, i
 }
 
 // Sums of a phase of a round that are done, counted by warps of this rank.
-__device__ inline unsigned int* num_summed(const KernelContext& me, const Combine& job, int domain,
+__device__ inline unsigned int* num_summed(const KernelContext& me, const Round& round, int domain,
                                            int phase) {
   return reinterpret_cast<unsigned int*>(me.control_of[me.rank] +
                                          RailLayout{me.control}.num_summed()) +
-         domain * me.control.max_phases() + job.number * job.num_phases + phase;
+         domain * me.control.max_phases() + round.number * round.num_phases + phase;
 }
 
 template <typename R>
-__device__ bool are_summed(const KernelContext& me, const Combine& job, int domain, int phase) {
-  const int goal = sums_before(me, job, domain, phase_start<R>(job, phase + 1)) -
-                   sums_before(me, job, domain, phase_start<R>(job, phase));
-  return static_cast<int>(atomicAdd(num_summed(me, job, domain, phase), 0u)) >= goal;
+__device__ bool are_summed(const KernelContext& me, const Combine& job, const Round& round,
+                           int domain, int phase) {
+  const int goal = sums_before(me, job, domain, phase_start<R>(round, phase + 1)) -
+                   sums_before(me, job, domain, phase_start<R>(round, phase));
+  return static_cast<int>(atomicAdd(num_summed(me, round, domain, phase), 0u)) >= goal;
 }
 
 // Waits for warps of this rank, whose waits have deadlines.
@@ -79,11 +80,11 @@ __device__ bool wait_for_warps(const KernelContext& me, IsOver&& is_over) {
 }
 
 // The items of a round's sums over domains.
-__device__ inline int num_added(const Combine& job) { return max(1, job.end - job.begin); }
+__device__ inline int num_added(const Round& round) { return max(1, round.end - round.begin); }
 
-__device__ inline bool are_added(const KernelContext& me, const Combine& job) {
-  const unsigned int number = atomicAdd(num_done(me, kAddingDomains, job.number), 0u);
-  return static_cast<int>(number) >= num_added(job);
+__device__ inline bool are_added(const KernelContext& me, const Round& round) {
+  const unsigned int number = atomicAdd(num_done(me, kAddingDomains, round.number), 0u);
+  return static_cast<int>(number) >= num_added(round);
 }
 
 // Puts the sums of node tokens to the rail peers, phase by phase, and waits for all of theirs.
@@ -97,11 +98,12 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   const int own = layout.domain_of(me.rank), num_units = num_rounds_of(job) * job.num_phases;
   bool are_put = true;
   const auto is_ready = [&](int domain, int unit) {
-    return are_summed<R>(me, round_of(job, unit / job.num_phases), domain, unit % job.num_phases);
+    return are_summed<R>(me, job, round_of(job, unit / job.num_phases), domain,
+                         unit % job.num_phases);
   };
   const auto put_unit = [&](int domain, int unit) {
     fence_system();
-    const Combine round = round_of(job, unit / job.num_phases);
+    const Round round = round_of(job, unit / job.num_phases);
     const int phase = unit % job.num_phases;
     const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
     if (job.has_weights && end > start) {
@@ -132,7 +134,7 @@ template <typename R>
 __device__ void pass_sums_on(const KernelContext& me, const R& rails, const Combine& job,
                              std::uint64_t epoch) {
   for (int number = 0; number + 2 < num_rounds_of(job); ++number) {
-    const Combine round = round_of(job, number);
+    const Round round = round_of(job, number);
     bool is_over = wait_for_warps(me, [&] { return are_added(me, round); });
     for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && is_over;
          domain += kWarpSize) {
@@ -162,10 +164,10 @@ class DomainSums {
   // Goes to the sums of this domain's ranks in a round, once there is room for them: those over
   // domains of the last round but one are made, here and by the rail peers.  False when the group
   // has failed.
-  __device__ bool begin_of_domain(const Combine& round) {
+  __device__ bool begin_of_domain(const Round& round) {
     bool is_free = true;
     if (round.number > 1) {
-      const Combine before = round_of(job_, round.number - 2);
+      const Round before = round_of(job_, round.number - 2);
       is_free = wait_for_warps(me_, [&] { return are_added(me_, before); });
       for (int domain = threadIdx.x % kWarpSize; domain < me_.control.num_domains && is_free;
            domain += kWarpSize) {
@@ -181,12 +183,12 @@ class DomainSums {
   // Tells that this warp's share is done, which made room for sums of ranks.
   __device__ void end_of_domain() {
     if (count(kAddingRanks) && threadIdx.x % kWarpSize == 0) {
-      tell_of_round(me_, true, job_.number, epoch_);
+      tell_of_round(me_, true, round_.number, epoch_);
     }
   }
 
   // The same for the sums over domains.
-  __device__ void begin_of_all(const Combine& round) { begin(round, num_added(round)); }
+  __device__ void begin_of_all(const Round& round) { begin(round, num_added(round)); }
   __device__ void end_of_all() { count(kAddingDomains); }
 
   // The sum of this domain's ranks for the next token that no other warp has taken: domains take
@@ -198,9 +200,9 @@ class DomainSums {
       const int item = take();
       if (item < 0) return false;
       domain = (own_ + 1 + item % num_domains) % num_domains;
-      token = job_.begin + item / num_domains;
+      token = round_.begin + item / num_domains;
     } while (!has_sum(domain, token));
-    if (lane == 0) begun_[num_begun_ % kNotes] = num_summed(me_, job_, domain, phase_of<R>(job_, token));
+    if (lane == 0) begun_[num_begun_ % kNotes] = num_summed(me_, round_, domain, phase_of<R>(round_, token));
     ++num_begun_;
 
     const ReceivedRoutes& routes = job_.routes;
@@ -233,7 +235,7 @@ class DomainSums {
     if (is_part) {
       const int before = __popc(others & ((1u << lane) - 1));
       parts_[before + (own_first == 0 || lane > place ? own_rows : 0)] =
-          place_of_sum<R>(me_, job_, source, token, rank);
+          place_of_sum<R>(me_, job_, round_, source, token, rank);
     }
     if (lane < own_rows) {
       const int slot = routes.assignment_slot[first + lane];
@@ -250,10 +252,10 @@ class DomainSums {
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
-    const std::size_t row = place_in_round<R>(me_, job_, source, token);
+    const std::size_t row = place_in_round<R>(me_, job_.rail_routes, round_, source, token);
     sum->out = window_ +
-               (domain == own_ ? sums_.of_domain(job_.number, own_)
-                               : sums_.sent(job_.number, own_, domain)) +
+               (domain == own_ ? sums_.of_domain(round_.number, own_)
+                               : sums_.sent(round_.number, own_, domain)) +
                row * job_.row_bytes;
     return true;
   }
@@ -271,12 +273,12 @@ class DomainSums {
 
   // The sum over domains for this rank's next token.
   __device__ bool next_of_all(Sum* sum) {
-    const int lane = threadIdx.x % kWarpSize, end = min(job_.end, job_.num_tokens);
+    const int lane = threadIdx.x % kWarpSize, end = min(round_.end, job_.num_tokens);
     int item, token;
     do {
       item = take();
       if (item < 0) return false;
-      token = job_.begin + item;
+      token = round_.begin + item;
     } while (token >= end);
     const RailRoutes& routes = job_.rail_routes;
     int num_parts = 0;  // a token has at most as many domains as assignments
@@ -284,25 +286,25 @@ class DomainSums {
       const int domain = first + lane;
       int place = -1;  // of the domain's sum in the round
       if (domain == own_) {
-        if (job_.token_routes.token_ranks[token] != 0) place = token - job_.begin;
+        if (job_.token_routes.token_ranks[token] != 0) place = token - round_.begin;
       } else if (domain < me_.control.num_domains) {
         place = routes.node_of[std::int64_t{domain} * routes.num_tokens + token];
-        if (place >= 0) place -= routes.num_sent(domain, job_.begin);
+        if (place >= 0) place -= routes.num_sent(domain, round_.begin);
       }
       bool is_here = true;
       if (place >= 0) {
-        const int phase = phase_of<R>(job_, token);
+        const int phase = phase_of<R>(round_, token);
         is_here =
             domain == own_
-                ? wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, own_, phase); })
+                ? wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })
                 : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
-                                  job_.number * job_.num_phases + phase + 1, epoch_);
+                                  number_of_phase<R>(round_, phase) + 1, epoch_);
       }
       if (!__all_sync(~0u, is_here)) return false;
       const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
       if (place >= 0) {
         parts_[num_parts + __popc(domains & ((1u << lane) - 1))] =
-            window_ + sums_.of_domain(job_.number, domain) + static_cast<std::size_t>(place) * job_.row_bytes;
+            window_ + sums_.of_domain(round_.number, domain) + static_cast<std::size_t>(place) * job_.row_bytes;
       }
       num_parts += __popc(domains);
     }
@@ -317,10 +319,8 @@ class DomainSums {
   }
 
  private:
-  __device__ void begin(const Combine& round, int num_items) {
-    job_.number = round.number;
-    job_.begin = round.begin;
-    job_.end = round.end;
+  __device__ void begin(const Round& round, int num_items) {
+    round_ = round;
     first_item_ = end_item_;
     end_item_ += num_items;
     num_taken_ = 0;
@@ -338,7 +338,7 @@ class DomainSums {
   // Counts what this warp has taken.  True for the warp that counts the last of it.
   __device__ bool count(RoundPart part) const {
     return !has_failed(me_) &&
-           count_done(me_, part, job_.number, num_taken_, end_item_ - first_item_);
+           count_done(me_, part, round_.number, num_taken_, end_item_ - first_item_);
   }
 
   // Whether this rank makes a sum for `domain` of a token, or of a node token that may have this
@@ -372,7 +372,8 @@ class DomainSums {
 
   const KernelContext& me_;
   const R& rails_;
-  Combine job_;  // for a round
+  const Combine& job_;
+  Round round_{};
   const char** parts_;
   const std::uint64_t epoch_;
   const RailSums sums_;

@@ -24,8 +24,8 @@ struct WarpSlice {
 template <typename R>
 class PairIterator {
  public:
-  __device__ PairIterator(const KernelContext& me, const Combine& job, const WarpSlice& slice,
-                          int warp) {
+  __device__ PairIterator(const KernelContext& me, const Combine& job, const Round& round,
+                          const WarpSlice& slice, int warp) {
     const Control& layout = me.control;
     // It sums up for its rail peers itself.
     const int others = layout.num_ranks - (R::kAreThere ? layout.num_domains : 1);
@@ -40,14 +40,14 @@ class PairIterator {
     }
     step_ = (warps - place % others + others - 1) / others;  // warps for this rank
     turn_ = place / others;
-    begin(job);
+    begin(job, round);
   }
 
   // Goes to a round, with several domains.
-  __device__ void begin(const Combine& job) {
+  __device__ void begin(const Combine& job, const Round& round) {
     if (step_ == 0) return;
-    first_ = first_pair<R>(job, source);
-    end_ = end_pair<R>(job, source);
+    first_ = first_pair<R>(job.routes, round, source);
+    end_ = end_pair<R>(job.routes, round, source);
     next_ = first_ + turn_;
   }
 
@@ -139,14 +139,13 @@ __device__ void track_completion(const KernelContext& me, const Combine& job,
                                  Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < slice.num_warps;
-  PairIterator<R> iterator(me, job, slice, follows ? lane : 0);
+  PairIterator<R> iterator(me, job, first_round<R>(job), slice, follows ? lane : 0);
   int num_published = 0, round = 0;
-  if constexpr (R::kAreThere) iterator.begin(round_of(job, 0));
   const auto has_next = [&] {
     if constexpr (R::kAreThere) {
       for (const int num_rounds = num_rounds_of(job); round < num_rounds;) {
         if (iterator.next()) return true;
-        if (++round < num_rounds) iterator.begin(round_of(job, round));
+        if (++round < num_rounds) iterator.begin(job, round_of(job, round));
       }
       return false;
     } else {

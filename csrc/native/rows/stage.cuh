@@ -85,7 +85,7 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
 // phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
 template <typename R>
 __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
-                      const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
+                      const Round& round, const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
                       int end_phase, std::uint64_t parity, std::uint64_t calls,
                       std::uint64_t epoch) {
   const Control& layout = me.control;
@@ -93,13 +93,13 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {
-    const int start = phase_start<R>(job, phase), next = phase_start<R>(job, phase + 1);
+    const int start = phase_start<R>(round, phase), next = phase_start<R>(round, phase + 1);
     const int end = min(next, job.num_tokens);
     if (warp == 0) {
       if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, calls % 2);
     } else if (warp <= shape.warps) {
       const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
-      stage_rows(job, shape, ring, number, warps, job.begin, start, end, window,
+      stage_rows(job, shape, ring, number, warps, round.begin, start, end, window,
                  [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
       if constexpr (R::kAreThere) {
         const RailRows rows{me.dispatch_bytes, layout.num_domains};
@@ -108,7 +108,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
           if (domain == own) continue;
           const RailRoutes& routes = job.rail_routes;
           const std::int32_t* token_of = routes.token_of + std::int64_t{domain} * routes.num_tokens;
-          stage_rows(job, shape, ring, number, warps, routes.num_sent(domain, job.begin),
+          stage_rows(job, shape, ring, number, warps, routes.num_sent(domain, round.begin),
                      routes.num_sent(domain, start), routes.num_sent(domain, next),
                      window + rows.sent(own, domain), [&](int node) { return token_of[node]; });
         }
@@ -119,11 +119,11 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
     const auto completes = [&] {
       __threadfence_system();  // for what all warps of the CTA wrote
       unsigned int* count = &me.state->staged[phase];
-      if constexpr (R::kAreThere) count += job.number % 2 * kPhases;
+      if constexpr (R::kAreThere) count += round.number % 2 * kPhases;
       if (static_cast<int>(atomicAdd(count, 1u)) != num_ctas - 1) return false;
       *count = 0;
       fence_system();  // passes on what this thread saw through the other CTAs' fences
-      const int unit = number_of_phase<R>(job, phase);
+      const int unit = number_of_phase<R>(round, phase);
       for (int place = 0; place < layout.local_ranks(); ++place) {
         store_relaxed(staged_flags<R>(me, local_rank(me, place), me.rank) + unit, epoch);
       }
@@ -132,7 +132,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
     if constexpr (R::kAreThere) {
       if (warp != 0) continue;
       if (!__any_sync(~0u, thread == 0 && completes())) continue;
-      put_phase(me, rails, job, phase, parity, calls, epoch);
+      put_phase(me, rails, job, round, phase, parity, calls, epoch);
       __syncwarp();
     } else {
       if (thread == 0) completes();
@@ -149,10 +149,10 @@ __device__ void stage_rounds(const KernelContext& me, const R& rails, const Disp
   const bool is_staging = static_cast<int>(blockIdx.x) < split.staging;
   const int num_phases = is_staging ? num_rounds_of(job) * job.num_phases : 1;
   for (int i = 0; i < num_phases; ++i) {
-    const Dispatch round = round_of(job, i / job.num_phases);
+    const Round round = round_of(job, i / job.num_phases);
     const int phase = i % job.num_phases;
     if (phase == 0 && !wait_for_half(me, rails, round, entry, epoch)) return;
-    stage(me, rails, round, shape, ring, i == 0 ? gridDim.x : split.staging, phase, phase + 1,
+    stage(me, rails, job, round, shape, ring, i == 0 ? gridDim.x : split.staging, phase, phase + 1,
           (parity + round.number) % 2, calls, epoch);
   }
 }

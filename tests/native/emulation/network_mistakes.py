@@ -67,18 +67,18 @@ MISTAKES = {
         "rails-dispatches", 4, "dispatch: "),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
-        "return «are_summed<R>(me, round_of(job, unit / job.num_phases), domain, unit %"
-        " job.num_phases)»;",
+        "return «are_summed<R>(me, job, round_of(job, unit / job.num_phases), domain,\n"
+        + " " * 25 + "unit % job.num_phases)»;",
         "true",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
         "native/rows/domain_sums.cuh",
-        "kSumsPut, domain,\n" + " " * 34 + "«job_.number * job_.num_phases + phase + 1», epoch_)",
+        "kSumsPut, domain,\n" + " " * 34 + "«number_of_phase<R>(round_, phase) + 1», epoch_)",
         "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, own_, phase); })»", "true",
+        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })»", "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",
@@ -137,13 +137,13 @@ MISTAKES = {
         "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
         "rails-dispatches", 4, "dispatch: weight", 106),
     "rounds: pairs of earlier ones are pulled": (
-        "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
+        "native/rails/phases.cuh", "(routes.num_chunks + 1) + «round.begin / kChunk»]", "0",
         "rails-dispatches", 4, ".", 106),
     "rounds: two of a dispatch lie in one half": (
         "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
         "rails-dispatches", 4, "dispatch: ", 106),
     "rounds: CTAs that have staged two are counted together": (
-        "native/rows/stage.cuh", "count += «job.number % 2» * kPhases;", "0",
+        "native/rows/stage.cuh", "count += «round.number % 2» * kPhases;", "0",
         "rails-dispatches", 4, ".", 106),
     "rounds: the second is staged before all ranks have entered": (
         "native/rails/phases.cuh",
@@ -151,14 +151,14 @@ MISTAKES = {
         "rails-dispatches", 4, "dispatch: "),
     "rounds: one is staged before this domain has pulled the last but one": (
         "native/rails/phases.cuh",
-        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), job.number - 2,"
+        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), round.number - 2,"
         "\n                               epoch)»;",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: one is staged before other domains have pulled the last but one": (
         "native/rails/phases.cuh",
         "is_free = «wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
-        + " " * 32 + "job.number - 1, epoch)» &&",
+        + " " * 32 + "round.number - 1, epoch)» &&",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a domain says that it has pulled one before all of its ranks have": (
@@ -172,7 +172,7 @@ MISTAKES = {
         "rails-dispatches", 4, "."),
     "rounds: sums of ranks are sent before there is room": (
         "native/rows/combine.cu",
-        "«wait_for_round(me, Phase::kCombine, host_of(me, source), job.number - 1,\n"
+        "«wait_for_round(me, Phase::kCombine, host_of(me, source), round.number - 1,\n"
         + " " * 40 + "epoch)»", "true",
         "rails-combines", 4, "."),
     "rounds: domains' sums of two lie in one place": (
@@ -196,7 +196,7 @@ MISTAKES = {
         "job.most_tokens",
         "rails-rows", 4, "dispatch: rounds of rank"),
     "rounds: tokens of later ones are summed, too": (
-        "native/rows/domain_sums.cuh", "end = «min(job_.end, job_.num_tokens)»;",
+        "native/rows/domain_sums.cuh", "end = «min(round_.end, job_.num_tokens)»;",
         "job_.num_tokens",
         "rails-rows", 4, "."),
 }
