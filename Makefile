@@ -51,10 +51,10 @@ types: $(READY)  ## check types
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
-support: $(READY)  ## write the tables of docs/support.md and tested.md from the tests
+support: $(READY)  ## write the lists of docs/support.md and tested.md from the tests
 	$(BIN)/python scripts/support.py --write
 
-pages: $(READY)  ## write the tables and figures of README.md and docs/ from results and code
+pages: $(READY)  ## write generated parts and figures of README.md and docs/
 	$(BIN)/python scripts/pages.py
 
 site: $(READY)  ## build docs/ as a site in build/site; warnings are errors

@@ -1,7 +1,7 @@
 """Write the parts of README.md and docs/ that come from results and code: `make pages`.
 
-The tables between `<!-- written by make pages: NAME -->` and the next `<!-- end -->`, and the
-figures in docs/figures.  `--check` writes nothing and fails if something is out of date.
+The tables and lists between `<!-- written by make pages: NAME -->` and the next `<!-- end -->`,
+and the figures in docs/figures.  `--check` writes nothing and fails if something is out of date.
 
 mkdocs calls the functions `on_...` for `make site`: the site has README.md as its home, and every
 file that a page links to.  So links in the pages are ordinary paths, which also work when the tree
@@ -35,7 +35,7 @@ TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 BASELINE = "alltoall_fused"
 OURS = "ncclep:native"
 ADDED = {
-    BASELINE: "alltoall, all fusions",
+    BASELINE: "alltoall, fused permutation",
     OURS: "+ ncclep as dispatcher",
     f"{OURS}:grouped": "+ grouped experts",
     f"{OURS}:grouped:full_iteration": "+ one CUDA graph",
@@ -89,40 +89,38 @@ def steps_table(training: dict[str, Any]) -> str:
                 run["shape"]["name"].replace("x", " x "), f"`{name.removeprefix('train:')}`",
                 f"{us / 1000:.1f}", f"{subject['tokens_per_s']:,.0f}",
                 f"{rates[name] / rates[f'train:{BASELINE}']:.2f}",
-                f"{rates[name]:.1f}", f"{100 * rates[name] / DENSE_TFLOPS:.1f}",
-                f"{100 * busy / us:.0f}",
+                f"{rates[name]:.1f}", f"{100 * busy / us:.0f}",
             ])  # fmt: skip
-    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "MFU, %:",
-            "GPU busy, %:"]  # fmt: skip
+    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "GPU busy, %:"]
     return table(head, rows)
 
 
-def options_table() -> str:
-    """Every option of EpConfig, from the code."""
-    rows = []
+def options_list() -> str:
+    """Every option of EpConfig and its default, from the code."""
+    lines = []
     for option in dataclasses.fields(EpConfig):
         flag = f"`--ncclep-{option.name.replace('_', '-')}`"
-        default = "none" if option.default is None else f"`{str(option.default).lower()}`"
-        rows.append([flag, default, _cell(option.metadata["help"])])
-    return table(["argument", "default", "meaning"], rows)
+        default = "" if option.default is None else f" (`{str(option.default).lower()}`)"
+        lines.append(f"- {flag}{default}: {_quoted(option.metadata['help'])}")
+    return "\n".join(lines)
 
 
-def variables_table() -> str:
+def variables_list() -> str:
     """The environment variables that are not options."""
     options = {f"NCCLEP_{option.name.upper()}" for option in dataclasses.fields(EpConfig)}
     variables = [v for v in envs.VARIABLES.values() if v.name not in options]
-    return table(["variable", "meaning"], [[f"`{v.name}`", _cell(v.meaning)] for v in variables])
+    return "\n".join(f"- `{v.name}`: {_quoted(v.meaning)}" for v in variables)
 
 
-def _cell(text: str) -> str:
-    """`text` inside a table: quoted words of an option become code."""
-    return re.sub(r"'([\w.-]+)'", r"`\1`", text).replace("|", "\\|")
+def _quoted(text: str) -> str:
+    """`text` of the code in Markdown: quoted words of an option become code."""
+    return re.sub(r"'([\w.-]+)'", r"`\1`", text)
 
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    parts = {"steps": steps_table(read(TRAINING)), "options": options_table(),
-             "variables": variables_table()}  # fmt: skip
+    parts = {"steps": steps_table(read(TRAINING)), "options": options_list(),
+             "variables": variables_list()}  # fmt: skip
     parts |= comparison.tables()
     drawn = {"gains": gains(), "libraries": comparison.figure()}
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}

@@ -1,15 +1,15 @@
-"""The tables of docs/support.md and docs/tested.md, from the options that tests declare.
+"""The lists of docs/support.md and docs/tested.md, from the options that tests declare.
 
     make support                  # writes them
     python scripts/support.py     # says whether they are up to date
 
-Tests are collected, not run.  An option is in the first table if a test has the marker
+Tests are collected, not run.  An option is in the first list if a test has the marker
 
     @pytest.mark.supports("moe_some_option", compared="outputs with alltoall's, to the bit")
 
 or, with no names, if a parameter of the test is a case that knows its options (`options_shown`).
 Names are those of TransformerConfig's fields, with `=value` where the value matters, and
-`--ncclep-...`.  The table of refusals is made from `refuses("moe_some_option", words="why, and what
+`--ncclep-...`.  The list of refusals is made from `refuses("moe_some_option", words="why, and what
 to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu shows an option for an
 engine if scripts/gpu.py runs it with that engine.
 """
@@ -37,13 +37,13 @@ from megatron_versions import SUPPORTED  # noqa: E402
 
 from megatron_ncclep.engines import ENGINES  # noqa: E402
 
-# Document -> the tables in it.
+# Document -> the lists in it.
 DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
 MARK = "<!-- {} by make support: {} -->"
-PLACES = ("CPU", "one GPU", "several GPUs")
+PLACES = ("a CPU", "one GPU", "several GPUs")
 # How a result was compared, from the strictest on.
 STRICTNESS = ("bits", "rounding", "behaviour")
-# The parts of the first table: their subject, and a pattern for their options; an option is in the
+# The parts of the first list: their subject, and a pattern for their options; an option is in the
 # first part that matches.
 SUBJECTS = {
     "Dispatcher": r"--ncclep-(?!inference)",
@@ -198,11 +198,10 @@ def collect() -> Collector:
     return collector
 
 
-def table(*rows: list[str]) -> str:
-    """A table of Markdown; the first row has the heads."""
-    texts = [[" ".join(cell.split()).replace("|", r"\|") for cell in row] for row in rows]
-    texts.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row)}|" for row in texts)
+def listed(rows: list[list[str]]) -> str:
+    """A list of Markdown: the first of each row, then the others.  A phone shows no wide table."""
+    cells = ([" ".join(cell.split()) for cell in row if cell] for row in rows)
+    return "\n".join(f"- {what}: {'; '.join(rest)}" for what, *rest in cells)
 
 
 def oldest(releases: set[str]) -> str:
@@ -217,7 +216,7 @@ def code(name: str) -> str:
 
 
 def merged(names: list[str], cells: dict[str, tuple[str, ...]]) -> list[list[str]]:
-    """Rows of a table: options with the same cells share one, with their values after them."""
+    """Rows of a list: options with the same cells share one, with their values after them."""
     rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name in names:
         option, _, value = name.partition("=")
@@ -230,15 +229,19 @@ def merged(names: list[str], cells: dict[str, tuple[str, ...]]) -> list[list[str
 
 
 def works(collector: Collector) -> str:
-    """The table for users: which options work with which engine."""
-    cells = {
+    """For users: which options work with which engine."""
+
+    def named(engines: set[str]) -> str:
+        return ", ".join(f"`{engine}`" for engine in ENGINES if engine in engines)
+
+    cells: dict[str, tuple[str, ...]] = {
         name: (
-            *(
-                "no" if engine in collector.refusing[name] else
-                "yes" if engine in collector.engines[name] else "-"
-                for engine in ENGINES
-            ),
-            "; ".join(filter(None, [oldest(collector.releases[name]), REMARKS.get(name)])),
+            named(collector.engines[name] - collector.refusing[name]),
+            "; ".join(filter(None, [
+                oldest(collector.releases[name]),
+                REMARKS.get(name),
+                f"refused by {refusing}" if (refusing := named(collector.refusing[name])) else "",
+            ])),
         )
         for name in sorted(collector.works)
     }  # fmt: skip
@@ -246,33 +249,31 @@ def works(collector: Collector) -> str:
     for subject, pattern in SUBJECTS.items():
         names = [name for name in left if re.match(pattern, name)]
         left = [name for name in left if name not in names]
-        head = [subject, *ENGINES, "since, remark"]
-        parts.append(table(head, *merged(names, cells)))
+        parts.append(f"**{subject}**\n\n{listed(merged(names, cells))}")
     return "\n\n".join(parts)
 
 
 def compared(collector: Collector) -> str:
-    """The table for maintainers: how strict the comparison is, on which machine."""
-    cells = {
-        name: tuple(
-            next((word for word in STRICTNESS if word in by_place[place]), "") for place in PLACES
-        )
-        for name, by_place in sorted(collector.works.items())
-    }
-    return table(["option", *PLACES], *merged([*cells], cells))
+    """For maintainers: how strict the comparison is, on which machine."""
+    cells = {}
+    for name, by_place in sorted(collector.works.items()):
+        places = defaultdict(list)
+        for place in PLACES:
+            words = [word for word in STRICTNESS if word in by_place[place]]
+            if words:
+                places[words[0]].append(place)
+        cells[name] = tuple(f"{word} on {', '.join(found)}" for word, found in places.items())
+    return listed(merged([*cells], cells))
 
 
 def refusals(collector: Collector) -> str:
-    """One row for each reason."""
+    """Refused options, by the reason."""
     rows = sorted((sorted(options), words) for words, options in collector.refused.items())
-    return table(
-        ["option", "why, and what to do"],
-        *([", ".join(f"`{option}`" for option in options), words] for options, words in rows),
-    )
+    return listed([[", ".join(f"`{option}`" for option in found), words] for found, words in rows])
 
 
-def tables(collector: Collector) -> dict[str, str]:
-    """All tables, by name."""
+def lists(collector: Collector) -> dict[str, str]:
+    """All lists, by name."""
     return {
         "what works": works(collector),
         "what is refused": refusals(collector),
@@ -281,17 +282,17 @@ def tables(collector: Collector) -> dict[str, str]:
 
 
 def updated(document: str, generated: dict[str, str]) -> str:
-    """The document with the tables in their places, each between two comments that name it.
+    """The document with the lists in their places, each between two comments that name it.
 
     Raises:
         ValueError: a place is missing.
     """
-    for name, table in generated.items():
+    for name, lines in generated.items():
         begin, end = MARK.format("written", name), MARK.format("end of what is written", name)
         if document.count(begin) != 1 or document.count(end) != 1:
             raise ValueError(f"the document needs these two lines, once: {begin} {end}")
         before, _, rest = document.partition(begin)
-        document = f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+        document = f"{before}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
     return document
 
 
@@ -300,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    generated, stale = tables(collect()), False
+    generated, stale = lists(collect()), False
     for name, wanted in DOCUMENTS.items():
         path = ROOT / "docs" / name
         before = path.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,26 @@ def be_rank_with_ctrl_c(*arguments: str) -> int:
     if os.environ["RANK"] == "1":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.raise_signal(signal.SIGINT)
+    return be_rank(*arguments)
+
+
+def be_rank_that_holds_its_last_barrier(*arguments: str) -> int:
+    """Be one that says so if its last barrier is still there when it destroys the group."""
+    import torch.distributed as dist
+
+    barrier, destroy, last = dist.barrier, dist.destroy_process_group, []
+
+    def note(**options: Any) -> Any:
+        work = barrier(**options)
+        last[:] = [weakref.ref(work)] if work is not None else []
+        return work
+
+    def end() -> None:
+        if last and last[0]() is not None:
+            print("the last barrier is held")
+        destroy()
+
+    dist.barrier, dist.destroy_process_group = note, end
     return be_rank(*arguments)
 
 

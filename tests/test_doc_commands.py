@@ -30,7 +30,8 @@ from megatron_ncclep.cli import COMMANDS
 from megatron_ncclep.config import EpConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+IN_DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "benchmarks/README.md", *IN_DOCS]
 SCRIPTS = ["scripts/launch_local.sh", "scripts/train.slurm"]
 TIMEOUT_S = patient(300)
 

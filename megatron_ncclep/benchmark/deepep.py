@@ -42,7 +42,7 @@ def buffer_class(base: str) -> Any:
         UnavailableError: it is not installed, the other branch is, or the import failed.
     """
     needed, branch = CLASSES[base]
-    instead = f"build branch {branch} of DeepEP, see docs/comparisons.md"
+    instead = f"build branch {branch} of DeepEP, see benchmarks/README.md"
     if importlib.util.find_spec(PACKAGE) is None:
         raise UnavailableError(f"{PACKAGE} is not installed: {instead}")
     with excused(Exception), environment(UNCHECKED):  # none of this is ours

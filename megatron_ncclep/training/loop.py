@@ -41,7 +41,11 @@ def run(job: Job) -> None:
             )
             if done and dist.get_rank() == 0:
                 report.finish(job)
-            dist.barrier()
+            # Held until the group is destroyed: up to torch 2.7 a thread of gloo that frees a
+            # collective needs Python's lock, which this thread keeps while it destroys the group
+            # and waits for that one.
+            barrier = dist.barrier(async_op=True)
+            barrier.wait()
             _close_expert_group()
         finally:
             dist.destroy_process_group()
