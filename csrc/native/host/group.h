@@ -180,7 +180,6 @@ class Group {
   // Frees everything that was allocated; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;
-  int num_phases(int most_tokens, int row_bytes) const;
   PlanScratch plan_scratch(int num_sms) const;
   void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                    const Tensor& routes) const;

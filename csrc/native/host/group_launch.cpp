@@ -62,13 +62,6 @@ std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_assignm
          ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_assignments);
 }
 
-// With several domains a phase has whole chunks, the first two half as many as the others.
-int Group::num_phases(int most_tokens, int row_bytes) const {
-  const int tokens = std::min(most_tokens, control_.round_tokens());
-  const int phases = num_phases_of(tokens, row_bytes);
-  return control_.num_domains == 1 ? phases : std::min(phases, tokens / kChunk / 2 + 1);
-}
-
 PlanScratch Group::plan_scratch(int num_sms) const {
   check_num_sms(control_, num_sms, max_sms_);
   return {plan_scratch_, control_, max_sms_};
@@ -177,7 +170,7 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.most_tokens = plan.num_chunks * kChunk;
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(x);
-  job.num_phases = num_phases(job.most_tokens, job.row_bytes);
+  job.num_phases = num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
   job.num_rows = rows.shape.at(0);
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + num_local;
@@ -218,7 +211,8 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.routes = received_routes(plan);
   if (control_.num_domains > 1) {
     job.most_tokens = plan.num_chunks * kChunk;
-    job.num_phases = num_phases(job.most_tokens, job.row_bytes);
+    job.num_phases =
+        num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
     job.rail_routes = rail_routes(plan);
   }
   const KernelContext me =

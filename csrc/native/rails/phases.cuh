@@ -134,7 +134,7 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
             at + rows.sent(own, domain), num_rows * job.row_bytes, kRowsPut);
   }
   if (!__all_sync(~0u, are_put) || threadIdx.x % kWarpSize != 0) return;
-  const int all = num_rounds_of(job) * job.num_phases;
+  const int all = num_rounds_of(job) * round.num_phases;
   atomicExch(&me.state->put_phases, unit + 1 < all ? unit + 1 : 0u);
 }
 
@@ -155,7 +155,7 @@ __device__ void pass_phases_on(const KernelContext& me, const R& rails, const Jo
     }
     deadline = {};
   };
-  for_units(me, num_rounds_of(job) * job.num_phases, is_here, pass_on, [&](int domain) {
+  for_units(me, num_rounds_of(job) * num_phases_in(job), is_here, pass_on, [&](int domain) {
     return deadline.has_passed(me, Phase::kDispatch, rail_peer_in(me, domain), epoch);
   });
 }

@@ -34,6 +34,13 @@ __device__ int num_rounds_of(const Job& job) {
   return max(1, (tokens + job.round_tokens - 1) / job.round_tokens);
 }
 
+// The phases of each of them, which are those of whole chunks: the first two have half as many.
+template <typename Job>
+__device__ int num_phases_in(const Job& job) {
+  const int chunks = min(*job.rail_routes.most_chunks, job.round_tokens / kChunk);
+  return min(job.num_phases, chunks / 2 + 1);
+}
+
 // One of them: its tokens, and the phases in which they are staged or put.
 struct Round {
   int number, begin, end, num_phases;
@@ -43,7 +50,7 @@ template <typename Job>
 __device__ Round round_of(const Job& job, int number) {
   const int begin = number * job.round_tokens;
   return {number, begin, min(begin + job.round_tokens, *job.rail_routes.most_chunks * kChunk),
-          job.num_phases};
+          num_phases_in(job)};
 }
 
 template <typename R, typename Job>

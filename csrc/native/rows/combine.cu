@@ -239,7 +239,7 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
     leave_call<R>(me, entry);
     if constexpr (R::kAreThere) {
       const int num_rounds = num_rounds_of(job);
-      count_signals<R>(me, kSumsPut, num_rounds * job.num_phases);
+      count_signals<R>(me, kSumsPut, num_rounds * num_phases_in(job));
       count_signals<R>(me, kAddedUpPut, max(0, num_rounds - 2));
     }
     me.state->epoch = epoch;

@@ -305,8 +305,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     me.state->dispatches = dispatches + num_rounds - 1;
     me.state->dispatch_calls = calls;
     leave_call<R>(me, entry);
-    count_signals<R>(me, kRowsPut, num_rounds * job.num_phases);
-    count_signals<R>(me, kPulledPut, num_rounds - 1);
+    if constexpr (R::kAreThere) {
+      count_signals<R>(me, kRowsPut, num_rounds * num_phases_in(job));
+      count_signals<R>(me, kPulledPut, num_rounds - 1);
+    }
     me.state->epoch = epoch;
   }
 }

@@ -95,22 +95,23 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   const Control& layout = me.control;
   const RailLayout there{layout};
   const RailSums sums = rail_sums(me);
-  const int own = layout.domain_of(me.rank), num_units = num_rounds_of(job) * job.num_phases;
+  const int own = layout.domain_of(me.rank), num_phases = num_phases_in(job),
+            num_units = num_rounds_of(job) * num_phases;
   bool are_put = true;
   const auto is_ready = [&](int domain, int unit) {
-    return are_summed<R>(me, job, round_of(job, unit / job.num_phases), domain,
-                         unit % job.num_phases);
+    return are_summed<R>(me, job, round_of(job, unit / num_phases), domain, unit % num_phases);
   };
   const auto put_unit = [&](int domain, int unit) {
     fence_system();
-    const Round round = round_of(job, unit / job.num_phases);
-    const int phase = unit % job.num_phases;
+    const Round round = round_of(job, unit / num_phases);
+    const int phase = unit % num_phases;
     const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
     if (job.has_weights && end > start) {
       const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
-      are_put = put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
-                    there.values() + own * row + first, there.sent_values() + domain * row + first,
-                    std::size_t{4} * (end - start) * job.top_k);
+      are_put = are_put && put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
+                               there.values() + own * row + first,
+                               there.sent_values() + domain * row + first,
+                               std::size_t{4} * (end - start) * job.top_k);
     }
     const int before = sums_before(me, job, domain, start);
     const std::size_t number = sums_before(me, job, domain, end) - before;

@@ -147,10 +147,10 @@ __device__ void stage_rounds(const KernelContext& me, const R& rails, const Disp
                              std::uint64_t parity, std::uint64_t calls, std::uint64_t entry,
                              std::uint64_t epoch) {
   const bool is_staging = static_cast<int>(blockIdx.x) < split.staging;
-  const int num_phases = is_staging ? num_rounds_of(job) * job.num_phases : 1;
-  for (int i = 0; i < num_phases; ++i) {
-    const Round round = round_of(job, i / job.num_phases);
-    const int phase = i % job.num_phases;
+  const int of_round = num_phases_in(job), all = is_staging ? num_rounds_of(job) * of_round : 1;
+  for (int i = 0; i < all; ++i) {
+    const Round round = round_of(job, i / of_round);
+    const int phase = i % of_round;
     if (phase == 0 && !wait_for_half(me, rails, round, entry, epoch)) return;
     stage(me, rails, job, round, shape, ring, i == 0 ? gridDim.x : split.staging, phase, phase + 1,
           (parity + round.number) % 2, calls, epoch);

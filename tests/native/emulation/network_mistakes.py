@@ -67,8 +67,8 @@ MISTAKES = {
         "rails-dispatches", 4, "dispatch: "),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
-        "return «are_summed<R>(me, job, round_of(job, unit / job.num_phases), domain,\n"
-        + " " * 25 + "unit % job.num_phases)»;",
+        "return «are_summed<R>(me, job, round_of(job, unit / num_phases), domain, unit %"
+        " num_phases)»;",
         "true",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
