@@ -6,8 +6,8 @@
 // domain is one more source, whose window is that of its rail peer.
 //
 // A *node token* is a token that has assignments in another domain.  There it is known by its chunk
-// and its index among the chunk's tokens for that domain: its *name* is chunk * kChunk + index.  Rows
-// of node tokens lie one after the other.
+// and its index among the chunk's tokens for that domain: its *name* is chunk * kChunk + index.
+// Rows of node tokens lie one after the other.
 //
 // Letters as in state.h; D domains of L ranks.  `[d]` is for, or of, the rail peer in domain d.
 #pragma once
@@ -59,8 +59,8 @@ struct RailLayout {
            num_domains() * local_ranks() * control.assignments() * sizeof(AssignmentRoute);
   }
   // On their way and there, for each domain: int32 [plan's chunks + 1], the node tokens before each
-  // chunk; then uint32 [T], the ranks of the domain that have rows of the node token with this name,
-  // one bit for each place.
+  // chunk; then uint32 [T], the ranks of the domain that have rows of the node token with this
+  // name, one bit for each place.
   NCCLEP_BOTH std::size_t sent_nodes(int domain) const {
     return pair_routes() + local_ranks() * tokens() * sizeof(PairRoute) + domain * nodes_bytes();
   }
@@ -119,9 +119,9 @@ struct RailRows {
 };
 
 // The part of a rows window that combine uses, after both halves: sums of ranks for a round of this
-// rank's tokens and of node tokens of its rail peers, [domain][token][place]; then, for one round or
-// for two by turns, domains' sums of node tokens on their way to each rail peer, and domains' sums of
-// this rank's tokens, by domain.
+// rank's tokens and of node tokens of its rail peers, [domain][token][place]; then, for one round
+// or for two by turns, domains' sums of node tokens on their way to each rail peer, and domains'
+// sums of this rank's tokens, by domain.
 struct RailSums {
   std::size_t dispatch_bytes;
   int num_domains, local_ranks, num_rounds;
@@ -161,8 +161,8 @@ inline std::size_t rows_window_bytes(const Control& control, std::size_t row_byt
          row_bytes * control.round_tokens() * sums.num_parts();
 }
 
-// The fewest rounds with which a rows window has at most `most_bytes`, if there is such a number; at
-// most so many that a round is a chunk.
+// The fewest rounds with which a rows window has at most `most_bytes`, if there is such a number;
+// at most so many that a round is a chunk.
 inline int num_rounds_for(Control control, std::size_t row_bytes, std::size_t most_bytes) {
   if (control.num_domains == 1) return 1;
   const int most = std::max(1, control.max_chunks());

@@ -36,8 +36,8 @@ namespace ncclep::native {
 
 namespace {
 
-// A number of pairs has, with several domains, the number of the source's chunks of tokens above it,
-// and a flag for a bad routing.
+// A number of pairs has, with several domains, the number of the source's chunks of tokens above
+// it, and a flag for a bad routing.
 constexpr std::uint32_t kBadBit = 1u << 31;
 constexpr int kPairBits = 20;
 static_assert(kMaxTokens < 1 << kPairBits && kMaxTokens / 128 < 1 << (31 - kPairBits));
@@ -80,8 +80,7 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
 // Posts to every rank how much it will receive from this one.  False when the group has failed.
 template <typename R>
 __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanScratch& scratch,
-                            const int* total, int num_chunks, bool is_bad,
-                            std::uint64_t plans) {
+                            const int* total, int num_chunks, bool is_bad, std::uint64_t plans) {
   const Control& layout = me.control;
   const int num_experts = layout.num_experts, num_local = layout.num_local();
   for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {

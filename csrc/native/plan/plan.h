@@ -74,7 +74,7 @@ struct RailRoutes {
   std::int32_t* node_of;            // [D, T]: a token's index among them; -1: it is none
   std::int32_t* token_of;           // [D, T]: the tokens with these indices
   std::uint32_t* sent_assignments;  // [D, T]: a token's assignments in the domain, one bit each
-  std::int32_t* most_chunks;  // [1]: of tokens, of the rank with the most in this batch
+  std::int32_t* most_chunks;        // [1]: of tokens, of the rank with the most in this batch
   // Of those that ranks of other domains have for this one:
   std::int32_t* before;  // [R, C + 1]: their number before each chunk of tokens
   // Of those of rail peers, by name:

@@ -64,9 +64,9 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
     routes.sent_assignments[row + token] = assignments;
     if (ranks == 0) continue;
     routes.token_of[row + node] = token;
-    auto* token_ranks = reinterpret_cast<std::uint32_t*>(
-                            me.control_of[me.rank] + there.sent_nodes(domain)) +
-                        plan.most_chunks + 1;
+    auto* token_ranks =
+        reinterpret_cast<std::uint32_t*>(me.control_of[me.rank] + there.sent_nodes(domain)) +
+        plan.most_chunks + 1;
     token_ranks[token / kChunk * kChunk + index] = ranks;
   }
 }

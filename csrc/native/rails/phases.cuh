@@ -102,9 +102,8 @@ __device__ std::uint64_t* staged_flags(const KernelContext& me, int rank, int so
 // Puts what is staged of a phase to the rail peers, after the phase before, which another CTA may
 // have completed: they count the phases.  Called by one warp, whose lanes share the domains.
 template <typename R, typename Job>
-__device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, const Round& round,
-                          int phase,
-                          std::uint64_t parity, std::uint64_t calls,
+__device__ void put_phase(const KernelContext& me, const R& rails, const Job& job,
+                          const Round& round, int phase, std::uint64_t parity, std::uint64_t calls,
                           std::uint64_t epoch) {
   const int unit = number_of_phase<R>(round, phase);
   const auto is_next = [&] {
@@ -126,12 +125,12 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
     }
     const int first = job.rail_routes.num_sent(domain, start);
     const std::size_t num_rows = job.rail_routes.num_sent(domain, end) - first;
-    const std::size_t at = parity * me.dispatch_bytes + std::size_t{1} * job.row_bytes *
-                                (first - job.rail_routes.num_sent(domain, round.begin));
-    are_put =
-        are_put &&
-        put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain, at + rows.put(domain, own),
-            at + rows.sent(own, domain), num_rows * job.row_bytes, kRowsPut);
+    const std::size_t at =
+        parity * me.dispatch_bytes +
+        std::size_t{1} * job.row_bytes * (first - job.rail_routes.num_sent(domain, round.begin));
+    are_put = are_put && put(me, rails, Phase::kDispatch, epoch, kRowsWindow, domain,
+                             at + rows.put(domain, own), at + rows.sent(own, domain),
+                             num_rows * job.row_bytes, kRowsPut);
   }
   if (!__all_sync(~0u, are_put) || threadIdx.x % kWarpSize != 0) return;
   const int all = num_rounds_of(job) * round.num_phases;
@@ -199,7 +198,8 @@ __device__ void pass_rounds_on(const KernelContext& me, const R& rails, const Jo
     if (!__all_sync(~0u, is_over)) return;
     for (int domain = lane; domain < me.control.num_domains && is_over; domain += kWarpSize) {
       if (!has_rail_peer(me, domain)) continue;
-      is_over = put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, 0, 0, 0, kPulledPut);
+      is_over =
+          put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, 0, 0, 0, kPulledPut);
     }
     if (!__all_sync(~0u, is_over)) return;
   }

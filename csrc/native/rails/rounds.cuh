@@ -1,9 +1,9 @@
 // The rounds of a dispatch or a combine over several NVLink domains (rail_layout.h).
 //
 // All of a call's rounds are one kernel, which is in two of them at a time: while the network still
-// has rows, or sums, of one, the kernel stages or makes those of the next.  Whoever needs the room of
-// an earlier round waits until those who used it say that they are done: a rank says so to its domain
-// in a word, and to its rail peers with a signal.
+// has rows, or sums, of one, the kernel stages or makes those of the next.  Whoever needs the room
+// of an earlier round waits until those who used it say that they are done: a rank says so to its
+// domain in a word, and to its rail peers with a signal.
 //
 // Why no rank waits for itself: a wait in a round is for what others do in an earlier round, or
 // earlier in this one, and every warp is done with its work of a round, all of it stored and told,
@@ -102,14 +102,15 @@ __device__ inline bool count_done(const KernelContext& me, RoundPart part, int r
   __syncwarp();
   if (threadIdx.x % kWarpSize == 0 && number > 0) {
     __threadfence();
-    is_last = static_cast<int>(atomicAdd(num_done(me, part, round), 0u + number)) + number == num_items;
+    is_last =
+        static_cast<int>(atomicAdd(num_done(me, part, round), 0u + number)) + number == num_items;
   }
   return __any_sync(~0u, is_last);
 }
 
-// Calls step(domain, unit) for the units of all rail peers, each in order when `is_ready` says so of
-// them, until all are over or gives_up(domain).  Called by one warp, whose lanes share the domains,
-// so that none is held up by another.
+// Calls step(domain, unit) for the units of all rail peers, each in order when `is_ready` says so
+// of them, until all are over or gives_up(domain).  Called by one warp, whose lanes share the
+// domains, so that none is held up by another.
 template <typename IsReady, typename Step, typename GivesUp>
 __device__ void for_units(const KernelContext& me, int num_units, IsReady&& is_ready, Step&& step,
                           GivesUp&& gives_up) {

@@ -47,8 +47,8 @@ using AddUpRing = PieceRing<5>;
 // Adds up one adding warp's share of the pairs; `num_done` counts them.
 template <typename T, typename R>
 __device__ void add(const KernelContext& me, const Combine& job, const Round& round,
-                    const WarpSlice& slice, bool sends, AddUpRing& ring, CompletionTracker& tracker, int warp, int& num_done,
-                    std::uint64_t entry, std::uint64_t epoch) {
+                    const WarpSlice& slice, bool sends, AddUpRing& ring, CompletionTracker& tracker,
+                    int warp, int& num_done, std::uint64_t entry, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
   PairIterator<R> iterator(me, job, round, slice, warp);

@@ -16,9 +16,9 @@
 // last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
 // own.  With rounds (rails/rounds.cuh) all this goes on round by round.
 //
-// The window has two halves, for consecutive dispatches, or rounds: a rank that is still pulling the
-// previous dispatch is not disturbed by this one.  No rank still pulls the one before that, whose
-// half is reused now: all ranks had entered the previous dispatch when this rank left it
+// The window has two halves, for consecutive dispatches, or rounds: a rank that is still pulling
+// the previous dispatch is not disturbed by this one.  No rank still pulls the one before that,
+// whose half is reused now: all ranks had entered the previous dispatch when this rank left it
 // (device/call_barrier.cuh).
 #include <cuda_runtime.h>
 
@@ -135,14 +135,14 @@ struct ItemsOfWarp {
 // Pulls a round's rows into their slots until all of them are taken.  Called by one warp.
 template <typename R>
 __device__ void pull(const KernelContext& me, const Dispatch& job, const Round& round,
-                     const RingShape& shape, Ring& ring, Progress& progress, ItemsOfWarp& warp_items,
-                     std::uint64_t parity, std::uint64_t epoch) {
+                     const RingShape& shape, Ring& ring, Progress& progress,
+                     ItemsOfWarp& warp_items, std::uint64_t parity, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
   for (int source = lane; source < num_ranks; source += kWarpSize) {
-    most_pairs = max(most_pairs, end_pair<R>(routes, round, source) -
-                                     first_pair<R>(routes, round, source));
+    most_pairs =
+        max(most_pairs, end_pair<R>(routes, round, source) - first_pair<R>(routes, round, source));
   }
   most_pairs = __reduce_max_sync(~0u, most_pairs);
   if constexpr (R::kAreThere) most_pairs = max(1, most_pairs);  // somebody counts the items
@@ -209,7 +209,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const Round& 
     if (lane == 0) {
       const bool is_own = now.source == me.rank;
       const char* base = is_own ? job.x : rows_from<R>(me, now.source, parity);
-      const int place = is_own ? now.token : place_in_round<R>(me, job.rail_routes, round, now.source, now.token);
+      const int place =
+          is_own ? now.token : place_in_round<R>(me, job.rail_routes, round, now.source, now.token);
       start_load(ring.pieces + s * shape.piece_bytes,
                  base + static_cast<std::size_t>(place) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);

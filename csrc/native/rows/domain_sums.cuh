@@ -6,13 +6,14 @@
 // dispatch has put the rows (rails/phases.cuh).  The source adds up the domains' sums in order.
 //
 // Every warp first takes part in the sums of the domain, and only then in those over domains: these
-// wait for other ranks, whose sums may wait for the former.  With rounds (rails/rounds.cuh) it makes
-// the domain's sums of the next round before those over domains, which wait for the network: then
-// that has what to send.
+// wait for other ranks, whose sums may wait for the former.  With rounds (rails/rounds.cuh) it
+// makes the domain's sums of the next round before those over domains, which wait for the network:
+// then that has what to send.
 //
-// Why nothing is overwritten that is still needed, by another combine: what a rank sends or puts to another one, and
-// what it, or another rank of its domain, prepares to be put there, is written only when that rank
-// has entered this combine, and so has left the previous one, with everything that was put to it.
+// Why nothing is overwritten that is still needed, by another combine: what a rank sends or puts to
+// another one, and what it, or another rank of its domain, prepares to be put there, is written
+// only when that rank has entered this combine, and so has left the previous one, with everything
+// that was put to it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -108,19 +109,19 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
     const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
     if (job.has_weights && end > start) {
       const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
-      are_put = are_put && put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
-                               there.values() + own * row + first,
-                               there.sent_values() + domain * row + first,
-                               std::size_t{4} * (end - start) * job.top_k);
+      are_put = are_put &&
+                put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
+                    there.values() + own * row + first, there.sent_values() + domain * row + first,
+                    std::size_t{4} * (end - start) * job.top_k);
     }
     const int before = sums_before(me, job, domain, start);
     const std::size_t number = sums_before(me, job, domain, end) - before;
     const std::size_t at =
         std::size_t{1} * (before - sums_before(me, job, domain, round.begin)) * job.row_bytes;
-    are_put = are_put && put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain,
-                             sums.of_domain(round.number, own) + at,
-                             sums.sent(round.number, own, domain) + at, number * job.row_bytes,
-                             kSumsPut);
+    are_put =
+        are_put && put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain,
+                       sums.of_domain(round.number, own) + at,
+                       sums.sent(round.number, own, domain) + at, number * job.row_bytes, kSumsPut);
   };
   for_units(me, num_units, is_ready, put_unit, [&](int) { return !are_put || has_failed(me); });
   for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains; domain += kWarpSize) {
@@ -129,8 +130,8 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   }
 }
 
-// Tells the rail peers of each round whose sums over domains are made, so that those of the next but
-// one may be put.  Called by one warp.
+// Tells the rail peers of each round whose sums over domains are made, so that those of the next
+// but one may be put.  Called by one warp.
 template <typename R>
 __device__ void pass_sums_on(const KernelContext& me, const R& rails, const Combine& job,
                              std::uint64_t epoch) {
@@ -140,7 +141,8 @@ __device__ void pass_sums_on(const KernelContext& me, const R& rails, const Comb
     for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && is_over;
          domain += kWarpSize) {
       if (!has_rail_peer(me, domain)) continue;
-      is_over = put(me, rails, Phase::kCombine, epoch, kControlWindow, domain, 0, 0, 0, kAddedUpPut);
+      is_over =
+          put(me, rails, Phase::kCombine, epoch, kControlWindow, domain, 0, 0, 0, kAddedUpPut);
     }
     if (!__all_sync(~0u, is_over)) return;
   }
@@ -203,7 +205,8 @@ class DomainSums {
       domain = (own_ + 1 + item % num_domains) % num_domains;
       token = round_.begin + item / num_domains;
     } while (!has_sum(domain, token));
-    if (lane == 0) begun_[num_begun_ % kNotes] = num_summed(me_, round_, domain, phase_of<R>(round_, token));
+    if (lane == 0)
+      begun_[num_begun_ % kNotes] = num_summed(me_, round_, domain, phase_of<R>(round_, token));
     ++num_begun_;
 
     const ReceivedRoutes& routes = job_.routes;
@@ -305,7 +308,8 @@ class DomainSums {
       const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
       if (place >= 0) {
         parts_[num_parts + __popc(domains & ((1u << lane) - 1))] =
-            window_ + sums_.of_domain(round_.number, domain) + static_cast<std::size_t>(place) * job_.row_bytes;
+            window_ + sums_.of_domain(round_.number, domain) +
+            static_cast<std::size_t>(place) * job_.row_bytes;
       }
       num_parts += __popc(domains);
     }

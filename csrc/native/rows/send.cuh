@@ -32,8 +32,7 @@ __device__ char* place_of_sum(const KernelContext& me, const Combine& job, const
   if constexpr (R::kAreThere) {
     const Control& layout = me.control;
     return me.rows_of[host_of(me, source)] + rail_sums(me).of_ranks(layout.domain_of(source)) +
-           (static_cast<std::size_t>(
-                place_in_round<R>(me, job.rail_routes, round, source, token)) *
+           (static_cast<std::size_t>(place_in_round<R>(me, job.rail_routes, round, source, token)) *
                 layout.local_ranks() +
             layout.place_of(rank)) *
                job.row_bytes;

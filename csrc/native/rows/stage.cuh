@@ -85,8 +85,8 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
 // phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
 template <typename R>
 __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
-                      const Round& round, const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
-                      int end_phase, std::uint64_t parity, std::uint64_t calls,
+                      const Round& round, const RingShape& shape, Ring& ring, int num_ctas,
+                      int first_phase, int end_phase, std::uint64_t parity, std::uint64_t calls,
                       std::uint64_t epoch) {
   const Control& layout = me.control;
   const std::uint32_t others = ~(1u << layout.place_of(me.rank));  // of this domain
