@@ -6,6 +6,8 @@ WORKERS ?= 2
 BIN = $(VENV)/bin
 # Written when the environment is complete; a change of anything that determines it makes it out of date.
 READY = $(VENV)/.ready
+# Written when the extension is built from csrc/, where there is a toolkit; a change there sets up nothing else.
+BUILT = $(VENV)/.built
 export PYTHON
 
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
@@ -23,7 +25,7 @@ help:  ## list the targets
 	@echo "WORKERS=... how many processes share all the tests (default: 2)"
 
 train: ARGS = --ranks 2 --device cpu --compare alltoall --overwrite
-train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
+train: $(BUILT)  ## train a small mixture-of-experts GPT on this machine's CPU
 	$(BIN)/ncclep train $(ARGS)
 
 # The processes share both cores: one process rarely has work for more than one.
@@ -31,14 +33,14 @@ train: $(READY)  ## train a small mixture-of-experts GPT on this machine's CPU
 # Then the tests that depend on the release of Megatron-Core, with each release that
 # scripts/fetch_megatron.sh has unpacked, including MEGATRON_LM's; `make test PYTHON=3.11` runs all
 # tests with the oldest one.
-test: $(READY)  ## run the tests; ARGS="-k NAME" picks some
+test: $(BUILT)  ## run the tests; ARGS="-k NAME" picks some
 	scripts/fetch_vllm.sh $(VENV) || echo "no vLLM: tests/serving is left out"
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
 	$(if $(ARGS),,[ ! -d $(VENV)/megatron ] || scripts/fetch_megatron.sh $(VENV))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \
 	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --megatron RELEASE)
 
-gpu: $(READY)  ## run the tests that need GPUs, into runs/gpu; ARGS="contract faults" picks parts
+gpu: $(BUILT)  ## run the tests that need GPUs, into runs/gpu; ARGS="contract faults" picks parts
 	$(BIN)/python scripts/gpu.py $(ARGS)
 
 lint: $(READY)  ## check style: Python, shell scripts, native sources
@@ -51,7 +53,7 @@ types: $(READY)  ## check types
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
-support: $(READY)  ## write the lists of docs/support.md and tested.md from the tests
+support: $(BUILT)  ## write the lists of docs/support.md and tested.md from the tests
 	$(BIN)/python scripts/support.py --write
 
 pages: $(READY)  ## write generated parts and figures of README.md and docs/
@@ -71,10 +73,14 @@ format: $(READY)  ## rewrite all sources in the project's style
 	$(BIN)/ruff format .
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
 
-setup: $(READY)  ## make the virtual environment only
+setup: $(BUILT)  ## make the virtual environment only
 
-$(READY): pyproject.toml setup.py $(NATIVE_SOURCES) $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
+$(READY): pyproject.toml setup.py $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
 	scripts/setup_venv.sh $(VENV)
+	@touch $@
+
+$(BUILT): $(READY) $(shell find csrc -type f)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 clean:  ## remove the output of the other targets, including the environments; runs/ stays

@@ -230,7 +230,6 @@ setup(
         "megatron_ncclep.libraries",
         "megatron_ncclep.ops",
         "megatron_ncclep.ranks",
-        "megatron_ncclep.testing",
         "megatron_ncclep.training",
         "megatron_ncclep.vllm",
         "megatron_ncclep.configs",
@@ -242,7 +241,7 @@ setup(
         "megatron_ncclep.include": "csrc/include",
     },
     package_data={
-        "megatron_ncclep": ["py.typed"],
+        "megatron_ncclep": ["py.typed", "*.pyi"],
         "megatron_ncclep.configs": ["*/*.yaml"],
         "megatron_ncclep.include": ["*.h"],
     },

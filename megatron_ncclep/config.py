@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,8 +51,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and 1 <= value <= MAX_COUNT
 
 
-def _is_rows_in_words(value: Any) -> bool:
-    return isinstance(value, str) and (value in (WORST, AUTO) or bool(thousandths(value)))
+def _is_rows(value: Any) -> bool:
+    in_words = isinstance(value, str) and (value in (WORST, AUTO) or bool(thousandths(value)))
+    return in_words or _is_count(value)
+
+
+def _is_between(least: float, most: float, value: Any) -> bool:
+    return isinstance(value, int | float) and least <= value <= most  # nan fails
 
 
 def _switch(text: str) -> bool:
@@ -61,9 +67,48 @@ def _switch(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
 
 
-def _option(default: Any, parse: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
-    metadata = {"parse": parse, "help": help, "choices": choices}
-    return field(default=default, metadata=metadata)
+@dataclass(frozen=True)
+class _Kind:
+    """What values an option has: how text is parsed, the check of a value, and the check's text."""
+
+    parse: Callable[[str], Any]
+    is_one: Callable[[Any], bool]
+    must: str
+    choices: tuple[Any, ...] | None = None
+
+
+def _one_of(parse: Callable[[str], Any], *choices: Any) -> _Kind:
+    kinds = {type(choice) for choice in choices}
+    is_one = lambda value: type(value) in kinds and value in choices  # noqa: E731
+    return _Kind(parse, is_one, f"one of {choices}", choices)
+
+
+def _option(default: Any, kind: _Kind, help: str) -> Any:
+    """A field of EpConfig; a default of None counts as left out."""
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+_ENGINE = _Kind(
+    str, lambda value: isinstance(value, str), "the name of an engine, or 'auto'", envs.ENGINES
+)
+_ROWS = _Kind(
+    envs.rows, _is_rows,
+    f"a whole number from 1 to {MAX_COUNT}, a factor of a balanced load such as '1.25x', "
+    f"{WORST!r}, {AUTO!r}",
+)  # fmt: skip
+_GIB = _Kind(
+    float, lambda value: _is_between(0, MAX_COUNT, value) and value != 0,
+    f"a number of GiB, more than 0 and at most {MAX_COUNT}",
+)  # fmt: skip
+_COUNT = _Kind(int, _is_count, f"a whole number from 1 to {MAX_COUNT}")
+_STEPS = _Kind(
+    int, lambda value: value == 0 or _is_count(value),
+    f"a whole number of steps from 0 (never) to {MAX_COUNT}",
+)  # fmt: skip
+_SECONDS = _Kind(
+    float, partial(_is_between, MIN_TIMEOUT_S, MAX_TIMEOUT_S),
+    f"a number of seconds from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g}; every wait has a deadline",
+)  # fmt: skip
 
 
 @dataclass
@@ -82,203 +127,142 @@ class EpConfig:
     """
 
     engine: str = _option(
-        "auto",
-        str,
+        "auto", _ENGINE,
         "engine that moves the tokens; 'auto' chooses and logs the reason",
-        envs.ENGINES,
-    )
+    )  # fmt: skip
     alignment: int | None = _option(
-        None,
-        int,
+        None, _one_of(int, *ALIGNMENTS),
         "pad every expert's block of rows to a multiple of this: 1, 16, 32, 64, 128 or 256 "
         "(default: what the experts need, 1 for most)",
-        ALIGNMENTS,
-    )
+    )  # fmt: skip
     max_recv_rows: int | str | None = _option(
-        None,
-        envs.rows,
+        None, _ROWS,
         "static mode: the dispatched tensor always has this many rows: a number, a factor of a "
         "balanced load such as 1.25x, 'worst', room for any routing, or 'auto', a factor that "
         "follows the load (with on_overflow 'rerun'); rows that do not fit are dropped and counted "
         "(default: exactly the rows that the routing needs)",
-    )
+    )  # fmt: skip
     max_recv_gib: float | None = _option(
-        None,
-        float,
+        None, _GIB,
         "with max_recv_rows 'auto': the most GiB that the dispatched tensor of a layer may take; "
         "steps that need more are run again (default: no limit)",
-    )
+    )  # fmt: skip
     on_overflow: str = _option(
-        DROP,
-        str,
+        DROP, _one_of(str, DROP, RAISE, RERUN),
         "static mode: 'drop' warns about rows that did not fit; 'raise' raises an error on all "
         "ranks before the optimizer steps; 'rerun' runs the step again, with room for all rows and "
         "without CUDA graphs, so that nothing is dropped",
-        (DROP, RAISE, RERUN),
-    )
+    )  # fmt: skip
     num_sms: int | None = _option(
-        None, int, "SMs that the engine's kernels may use (default: the engine's own)"
-    )
+        None, _COUNT,
+        "SMs that the engine's kernels may use (default: the engine's own)",
+    )  # fmt: skip
     network_chunks: int | None = _option(
-        None,
-        int,
+        None, _COUNT,
         "with several nodes: the number of column chunks in which rows cross the network; one "
         "crosses while the previous one moves inside the node (default: by the batch's size)",
-    )
+    )  # fmt: skip
     experts: str = _option(
-        "auto",
-        str,
+        "auto", _one_of(str, *EXPERTS),
         "'grouped': Megatron's experts compute with one grouped GEMM per layer, which does not "
         "wait for the host and pads blocks to 16 rows; 'auto': 'grouped' where that was measured "
         "to be faster, and logs the reason; 'megatron': Megatron's own experts, unchanged",
-        EXPERTS,
-    )
+    )  # fmt: skip
     timeout_s: float = _option(
-        DEFAULT_TIMEOUT_S,
-        float,
+        DEFAULT_TIMEOUT_S, _SECONDS,
         "seconds that a rank waits for the others before it raises an error; ranks may differ",
-    )
+    )  # fmt: skip
     first_timeout_s: float | None = _option(
-        None,
-        float,
+        None, _SECONDS,
         "the same in the first step, in which a rank may compile for minutes: until the first "
         "megatron_ncclep.check(), which precedes the optimizer's first step; at least timeout_s "
         f"(default: {FIRST_TIMEOUT_S:g}, or timeout_s where that is not "
         f"{DEFAULT_TIMEOUT_S:g})",
-    )
+    )  # fmt: skip
     metrics_interval: int = _option(
-        0,
-        int,
+        0, _STEPS,
         "steps between two reports to Megatron's TensorBoard and W&B and to the log of `ncclep "
         "train`: rows from rank to rank, how uneven the load is, and how long each rank waited for "
         "the others; 0: never",
-    )
+    )  # fmt: skip
     inference_tokens: int | None = _option(
-        None,
-        int,
+        None, _COUNT,
         "while text is generated: the most tokens on a rank for which a batch uses low-latency "
         "mode; larger ones go through the engine (default: what Megatron's CUDA graphs hold, at "
         "least 128)",
-    )
+    )  # fmt: skip
     check_calls: bool = _option(
-        False,
-        _switch,
+        False, _one_of(_switch, False, True),
         "true: the ranks' hosts agree in every call before it moves anything, so a wrong argument "
         "is an error in that call, not in a later one; slower, for debugging",
-        (False, True),
-    )
-
+    )  # fmt: skip
     gradient_averaging: str = _option(
-        MEAN,
-        str,
+        MEAN, _one_of(str, MEAN, A2SGD),
         "'a2sgd': data-parallel ranks exchange two means for each bucket in place of its "
         "gradients, which changes the result of the training; 'mean': Megatron's own averaging",
-        (MEAN, A2SGD),
-    )
+    )  # fmt: skip
     resync_interval: int = _option(
-        0,
-        int,
+        0, _STEPS,
         "with a2sgd: steps between two averages of the weights of the data-parallel ranks, which "
         "differ; 0: never",
-    )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not isinstance(self.engine, str):
-            raise InputError(f"engine {self.engine!r}: must be the name of an engine, or 'auto'")
-        is_alignment = isinstance(self.alignment, int) and self.alignment in ALIGNMENTS
-        if not (self.alignment is None or is_alignment):
-            raise InputError(
-                f"alignment {self.alignment!r}: must be one of {ALIGNMENTS}, or left out"
-            )
-        if self.experts not in EXPERTS:
-            raise InputError(f"experts {self.experts!r}: must be one of {EXPERTS}")
+        for f in dataclasses.fields(self):
+            value, kind, may_lack = getattr(self, f.name), f.metadata["kind"], f.default is None
+            if not (kind.is_one(value) or (may_lack and value is None)):
+                or_not = ", or left out" if may_lack else ""
+                raise InputError(f"{f.name} {value!r}: must be {kind.must}{or_not}")
         if self.experts == "grouped" and self.alignment is None:
             self.alignment = GROUPED_ALIGNMENT
-        if self.experts == "grouped" and self.alignment == 1:
-            raise InputError(
+        rows, alignment = self.max_recv_rows, self.block_alignment
+        overflow, averaging = self.on_overflow, self.gradient_averaging
+        for is_wrong, message in (
+            (
+                self.experts == "grouped" and alignment == 1,
                 f"alignment 1: grouped experts need blocks of a multiple of {GROUPED_ALIGNMENT} "
-                "rows: leave it out, or ask for more"
-            )
-        rows = self.max_recv_rows
-        if not (rows is None or _is_count(rows) or _is_rows_in_words(rows)):
-            raise InputError(
-                f"max_recv_rows {rows!r}: must be a whole number from 1 to {MAX_COUNT}, a factor "
-                f"of a balanced load such as '1.25x', {WORST!r}, {AUTO!r}, or left out"
-            )
-        if rows == AUTO and self.on_overflow != RERUN:
-            raise InputError(
-                f"max_recv_rows {AUTO!r} with on_overflow {self.on_overflow!r}: the limit follows "
-                f"the load, which sometimes exceeds it: set on_overflow to {RERUN!r}"
-            )
-        gib = self.max_recv_gib
-        if gib is not None and not (isinstance(gib, int | float) and 0 < gib <= MAX_COUNT):
-            raise InputError(
-                f"max_recv_gib {gib!r}: must be a number of GiB, more than 0 and at most "
-                f"{MAX_COUNT}, or left out"
-            )
-        if gib is not None and rows != AUTO:
-            raise InputError(
-                f"max_recv_gib {gib!r} with max_recv_rows {rows!r}: it limits {AUTO!r} only; leave "
-                "it out"
-            )
-        for name in ("num_sms", "network_chunks", "inference_tokens"):
-            if not ((count := getattr(self, name)) is None or _is_count(count)):
-                raise InputError(
-                    f"{name} {count!r}: must be a whole number from 1 to {MAX_COUNT}, or left out"
-                )
-        for name in ("metrics_interval", "resync_interval"):
-            if not ((steps := getattr(self, name)) == 0 or _is_count(steps)):
-                raise InputError(
-                    f"{name} {steps!r}: must be a whole number of steps from 0 (never) to "
-                    f"{MAX_COUNT}"
-                )
-        if isinstance(rows, int) and rows % self.block_alignment:
-            raise InputError(
-                f"max_recv_rows {rows}: must be a multiple of the alignment "
-                f"{self.block_alignment}, so that the last block ends inside the tensor"
-            )
-        if not isinstance(self.check_calls, bool):
-            raise InputError(f"check_calls {self.check_calls!r}: must be True or False")
-        if self.gradient_averaging not in (MEAN, A2SGD):
-            raise InputError(
-                f"gradient_averaging {self.gradient_averaging!r}: must be {MEAN!r} or {A2SGD!r}"
-            )
-        if self.resync_interval and self.gradient_averaging == MEAN:
-            raise InputError(
+                "rows: leave it out, or ask for more",
+            ),
+            (
+                rows == AUTO and overflow != RERUN,
+                f"max_recv_rows {AUTO!r} with on_overflow {overflow!r}: the limit follows the "
+                f"load, which sometimes exceeds it: set on_overflow to {RERUN!r}",
+            ),
+            (
+                self.max_recv_gib is not None and rows != AUTO,
+                f"max_recv_gib {self.max_recv_gib!r} with max_recv_rows {rows!r}: it limits "
+                f"{AUTO!r} only; leave it out",
+            ),
+            (
+                isinstance(rows, int) and rows % alignment,
+                f"max_recv_rows {rows}: must be a multiple of the alignment {alignment}, so that "
+                "the last block ends inside the tensor",
+            ),
+            (
+                self.resync_interval and averaging == MEAN,
                 f"resync_interval {self.resync_interval} without gradient_averaging {A2SGD!r}: "
-                "the ranks' weights are equal anyway; leave it out"
-            )
-        if self.on_overflow not in (DROP, RAISE, RERUN):
-            raise InputError(
-                f"on_overflow {self.on_overflow!r}: must be {DROP!r}, {RAISE!r} or {RERUN!r}"
-            )
-        if self.on_overflow != DROP and self.max_recv_rows is None:
-            raise InputError(
-                f"on_overflow {self.on_overflow!r} without max_recv_rows: nothing can overflow, "
-                "since every tensor has the rows that the routing needs; leave it out, or set "
-                "max_recv_rows"
-            )
-        if self.on_overflow == RERUN and self.gradient_averaging == A2SGD:
-            raise InputError(
+                "the ranks' weights are equal anyway; leave it out",
+            ),
+            (
+                overflow != DROP and rows is None,
+                f"on_overflow {overflow!r} without max_recv_rows: nothing can overflow, since "
+                "every tensor has the rows that the routing needs; leave it out, or set "
+                "max_recv_rows",
+            ),
+            (
+                overflow == RERUN and averaging == A2SGD,
                 f"on_overflow {RERUN!r} with gradient_averaging {A2SGD!r}: it counts the steps "
-                "that have begun, and one that is run again would count twice; choose one of them"
-            )
-        for name, seconds in (
-            ("timeout_s", self.timeout_s),
-            ("first_timeout_s", self.first_deadline_s),
-        ):
-            is_number = isinstance(seconds, int | float)
-            if not (is_number and MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S):  # nan fails
-                raise InputError(
-                    f"{name} {seconds!r}: must be a number of seconds from {MIN_TIMEOUT_S:g} to "
-                    f"{MAX_TIMEOUT_S:g}; every wait has a deadline"
-                )
-        if self.first_deadline_s < self.timeout_s:
-            raise InputError(
+                "that have begun, and one that is run again would count twice; choose one of them",
+            ),
+            (
+                self.first_deadline_s < self.timeout_s,
                 f"first_timeout_s {self.first_timeout_s!r}: must be at least timeout_s, "
                 f"{self.timeout_s:g}: the first step takes longer than others; leave it out, or "
-                "lower timeout_s"
-            )
+                "lower timeout_s",
+            ),
+        ):
+            if is_wrong:
+                raise InputError(message)
 
     @property
     def first_deadline_s(self) -> float:
@@ -303,7 +287,7 @@ class EpConfig:
             InputError: an unknown option or a value outside its limits.
         """
         known = cls._known(given)
-        from_env = {name: envs.get(f"NCCLEP_{name.upper()}") for name in known}
+        from_env = {name: VARIABLES[f"NCCLEP_{name.upper()}"].get() for name in known}
         merged = {**from_env, **{k: v for k, v in given.items() if v is not None}}
         try:
             return cls(**{name: value for name, value in merged.items() if value is not None})
@@ -369,14 +353,32 @@ class EpConfig:
         }
 
 
+def _variable(option: dataclasses.Field[Any]) -> envs.EnvVar:
+    flag, kind = OPTION_FLAG + option.name.replace("_", "-"), option.metadata["kind"]
+    parse = envs.switch if kind.parse is _switch else kind.parse
+    name = f"NCCLEP_{option.name.upper()}"
+    return envs.EnvVar(name, parse, None, f"default of {flag}", kind.choices)
+
+
+# All that are read: of options, whose values in code or on the command line win, and others.
+VARIABLES = envs.VARIABLES | {
+    variable.name: variable for variable in map(_variable, dataclasses.fields(EpConfig))
+}
+
+
+def unknown_variables() -> dict[str, str]:
+    """Variables of the environment that look like ours but that nothing reads; see envs.py."""
+    return envs.unknown(VARIABLES)
+
+
 def add_option_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one `--ncclep-*` argument for each option; arguments left out parse as None."""
     group = parser.add_argument_group(title="ncclep token dispatcher")
     for f in dataclasses.fields(EpConfig):
         group.add_argument(
             OPTION_FLAG + f.name.replace("_", "-"),
-            type=f.metadata["parse"],
-            choices=f.metadata["choices"],
+            type=f.metadata["kind"].parse,
+            choices=f.metadata["kind"].choices,
             metavar=_metavar(f),
             default=None,
             help=f"{f.metadata['help']} (environment: NCCLEP_{f.name.upper()}; "
@@ -386,7 +388,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _metavar(option: dataclasses.Field[Any]) -> str:
     """The text that `--help` shows for the value: its choices as users type them, or a word."""
-    if choices := option.metadata["choices"]:
+    if choices := option.metadata["kind"].choices:
         return "{" + ",".join(str(choice).lower() for choice in choices) + "}"
     return option.name.rpartition("_")[2].upper()
 

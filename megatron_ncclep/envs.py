@@ -1,17 +1,13 @@
-"""List the environment variables that ncclep reads, their current values, and what they mean.
+"""The environment: no other module reads it.
 
-An option given in code or on the command line takes precedence over its variable.  Any other
-variable whose name begins with NCCLEP_ causes a warning that names it: nothing reads it.
+Here are the variables that are no options; those of options follow from `EpConfig` (config.py).
 """
-
-# No other module reads the environment.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,18 +29,6 @@ def switch(text: str) -> bool:
     return values[text.lower()]
 
 
-def _engine(text: str) -> str:
-    if text not in ENGINES:
-        raise ValueError(f"not one of {', '.join(ENGINES)}")
-    return text
-
-
-def _log_level(text: str) -> str:
-    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError("not one of debug, info, warning, error")
-    return text.upper()
-
-
 def _positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError("not a positive number")
@@ -61,12 +45,20 @@ def rows(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class EnvVar:
-    """One environment variable; `parse` raises ValueError for text that is not a value."""
+    """One environment variable.
+
+    Attributes:
+        name, meaning: what it is.
+        parse: raises ValueError for text that is not a value.
+        default: its value when it is unset or empty.
+        choices: the values that it may have; None: any.
+    """
 
     name: str
     parse: Callable[[str], Any]
     default: Any
     meaning: str
+    choices: tuple[Any, ...] | None = None
 
     def get(self) -> Any:
         """Return the parsed value, or the default when the variable is unset or empty.
@@ -78,32 +70,20 @@ class EnvVar:
         if text == "":
             return self.default
         try:
-            return self.parse(text)
+            value = self.parse(text)
+            if self.choices is not None and value not in self.choices:
+                raise ValueError(f"not one of {', '.join(map(str, self.choices))}")
         except ValueError as error:
             raise InputError(f"{self.name}={text!r}: {error} ({self.meaning})") from error
+        return value
 
 
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 VARIABLES = {
     variable.name: variable
     for variable in (
         EnvVar("NCCLEP_AUTOLOAD", switch, True, "0: `import torch` does not load the integration"),
-        EnvVar("NCCLEP_LOG", _log_level, "INFO", "log level: debug, info, warning or error"),
-        # The defaults of EpConfig's options; a value given in code or on the command line wins.
-        EnvVar("NCCLEP_ENGINE", _engine, None, "engine name, as --ncclep-engine"),
-        EnvVar("NCCLEP_ALIGNMENT", int, None, "an expert's block is padded to a multiple of this"),
-        EnvVar("NCCLEP_MAX_RECV_ROWS", rows, None, "static mode: rows of the dispatched tensor"),
-        EnvVar("NCCLEP_MAX_RECV_GIB", float, None, "with auto: most GiB of the dispatched tensor"),
-        EnvVar("NCCLEP_ON_OVERFLOW", str, None, "drop, raise or rerun when rows do not fit"),
-        EnvVar("NCCLEP_NUM_SMS", int, None, "SMs that the engine's kernels may use"),
-        EnvVar("NCCLEP_NETWORK_CHUNKS", int, None, "chunks in which rows cross the network"),
-        EnvVar("NCCLEP_EXPERTS", str, None, "megatron, grouped or auto: how experts compute"),
-        EnvVar("NCCLEP_TIMEOUT_S", float, None, "seconds that a rank waits for the others"),
-        EnvVar("NCCLEP_FIRST_TIMEOUT_S", float, None, "the same in the first step"),
-        EnvVar("NCCLEP_METRICS_INTERVAL", int, None, "steps between two reports; 0: none"),
-        EnvVar("NCCLEP_INFERENCE_TOKENS", int, None, "most tokens of a rank in low-latency mode"),
-        EnvVar("NCCLEP_CHECK_CALLS", switch, None, "1: the ranks' hosts agree in every call"),
-        EnvVar("NCCLEP_GRADIENT_AVERAGING", str, None, "mean or a2sgd: how gradients are averaged"),
-        EnvVar("NCCLEP_RESYNC_INTERVAL", int, None, "steps between weight averages; 0: none"),
+        EnvVar("NCCLEP_LOG", str.upper, "INFO", "log level: debug, info, warning or error", LEVELS),
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
         EnvVar(
             "NCCLEP_LOCAL_RANKS",
@@ -149,13 +129,12 @@ def get(name: str) -> Any:
     return VARIABLES[name].get()
 
 
-def unknown() -> dict[str, str]:
+def unknown(names: Iterable[str]) -> dict[str, str]:
     """Variables of the environment that look like ours but that nothing reads.
 
-    Returns:
-        name -> a message about it, with the most similar known name.
+    `names`: of those that are read.  Returns name -> a message, with the most similar known name.
     """
-    known = {name.removeprefix(PREFIX): name for name in (*VARIABLES, *OTHERS)}
+    known = {name.removeprefix(PREFIX): name for name in (*names, *OTHERS)}
     found = {}
     for name in sorted(os.environ):
         short = name.removeprefix(PREFIX)
@@ -164,17 +143,3 @@ def unknown() -> dict[str, str]:
             remedy = f"did you mean {known[near[0]]}?" if near else "`ncclep env` lists those"
             found[name] = f"{name} is not a variable that ncclep reads: {remedy}"
     return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`ncclep env` takes no arguments."""
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the table of variables with their current values."""
-    width = max(len(name) for name in VARIABLES)
-    for variable in VARIABLES.values():
-        value = variable.get()
-        shown = "not set" if value is None else str(value)
-        print(f"{variable.name:{width}}  {shown:8}  {variable.meaning}")
-    return 0

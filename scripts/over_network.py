@@ -35,9 +35,9 @@ import gpu  # noqa: E402
 import loop  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
 
+from benchmarks.network_model import NetworkModel, Puts  # noqa: E402
 from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
 from megatron_ncclep.benchmark.table import as_text, grid  # noqa: E402
-from megatron_ncclep.cli.network_model import NetworkModel, Puts  # noqa: E402
 
 # The aims: times against bytes / rate, and what an operation of few tokens may take besides.
 HT_AIM, HT_TOKENS, LL_AIM_US, HIERARCHICAL_AIM = 1.15, 4096, 25.0, 1.3

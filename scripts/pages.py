@@ -107,9 +107,7 @@ def options_list() -> str:
 
 def variables_list() -> str:
     """The environment variables that are not options."""
-    options = {f"NCCLEP_{option.name.upper()}" for option in dataclasses.fields(EpConfig)}
-    variables = [v for v in envs.VARIABLES.values() if v.name not in options]
-    return "\n".join(f"- `{v.name}`: {_quoted(v.meaning)}" for v in variables)
+    return "\n".join(f"- `{v.name}`: {_quoted(v.meaning)}" for v in envs.VARIABLES.values())
 
 
 def _quoted(text: str) -> str:

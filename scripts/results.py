@@ -1,4 +1,4 @@
-"""Results of `ncclep bench`, as pages and figures read them."""
+"""Results of benchmarks, as pages and figures read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep.training.settings import Settings, flops_per_token
+from benchmarks.flops import flops_per_token
+from megatron_ncclep.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

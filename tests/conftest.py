@@ -26,12 +26,12 @@ from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
 from patience import PatientPool
 from processes import LOCAL_RANKS
+from rank_pool import RankPool
 from small_job import Trainer
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries import search
 from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.pool import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

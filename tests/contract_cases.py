@@ -15,11 +15,11 @@ from patience import patient
 from processes import LOCAL_RANKS
 
 from megatron_ncclep import envs
+from megatron_ncclep.benchmark.cases import Case, ignored_options, refusal
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps
 from megatron_ncclep.engines.native.engine import CAPS_OVER_DOMAINS
-from megatron_ncclep.testing.cases import Case, ignored_options, refusal
 
 # The limits that show when an engine is made for a group,
 GROUP_LIMITS = ("min_ranks", "max_local_experts")

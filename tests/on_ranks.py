@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-
-from megatron_ncclep.ranks.pool import RankContext, RankPool
+from rank_pool import RankContext, RankPool
 
 # Whether this process is a rank.  The process that collects tests imports no Megatron-Core, which
 # takes five seconds: a module of tests that all run on ranks imports it where this is true.

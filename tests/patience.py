@@ -10,7 +10,7 @@ import math
 import os
 from typing import Any
 
-from megatron_ncclep.ranks.pool import RankPool
+from rank_pool import RankPool
 
 VARIABLE = "NCCLEP_TEST_PATIENCE"
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from patience import patient
+from rank_pool import pretend_host
 
-from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.pool import RankContext, loopback_store
+from megatron_ncclep.ranks import launch
+from megatron_ncclep.ranks.launch import RankContext, loopback_store, variables
 
 # How many ranks are on each of the hosts that --hosts makes up: for processes of their own, and for
 # the oracle, while engines have to find out.
@@ -43,27 +43,12 @@ class Store:
 
     def variables(self, num_ranks: int) -> dict[str, str]:
         """Torchrun's variables, except for a rank's own."""
-        return {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
+        made = variables(0, num_ranks, self._store.port)
+        return {name: made[name] for name in made if "RANK" not in name}
 
 
 def join(backend: str) -> RankContext:
-    """Be a rank of the job that this process was started for.  Collective.
-
-    Args:
-        backend: "gloo", or "nccl": ranks share GPUs where there are fewer.
-    """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = "cuda" if backend == "nccl" else "cpu"
-    if device == "cuda":
-        if ranks_on_each := os.environ.get(LOCAL_RANKS):
-            place.pretend_host(rank, int(ranks_on_each))
-        place.use_gpu(rank)
-    dist.init_process_group(backend)
-    assert dist.group.WORLD is not None  # just made
-    return RankContext(rank, size, dist.group.WORLD, device)
+    """Be a rank of the job that this process was started for, on one of --hosts.  Collective."""
+    if backend == "nccl" and (ranks_on_each := os.environ.get(LOCAL_RANKS)):
+        pretend_host(int(os.environ["RANK"]), int(ranks_on_each))
+    return launch.join(backend)

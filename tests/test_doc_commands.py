@@ -26,6 +26,7 @@ from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
 
+import benchmarks.__main__ as benchmarks
 from megatron_ncclep.cli import COMMANDS
 from megatron_ncclep.config import EpConfig
 
@@ -196,6 +197,12 @@ class Shell:
         elif words != ["ncclep", "doctor"]:  # which tests/integration/doctor runs
             self.output(*words)
 
+    def python(self, words: list[str]) -> None:
+        """A benchmark of the checkout, on what the commands before it have made."""
+        assert words[1:2] == ["-m"], words
+        assert words[2].startswith("benchmarks"), words
+        self.output(sys.executable, *words[1:])
+
     def torchrun(self, words: list[str]) -> None:
         from torch.distributed.run import get_args_parser
 
@@ -255,6 +262,7 @@ RULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "ncclep": Shell.ncclep,
     "nsys": Shell.nsys,
     "pip": Shell.pip,
+    "python": Shell.python,
     "sbatch": Shell.sbatch,
     "scripts/launch_local.sh": Shell.launch_local,
     "torchrun": Shell.torchrun,
@@ -348,3 +356,6 @@ def test_options_in_the_text_exist(page: str):
         importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
         known = {*parser._option_string_actions, "--help"}
         assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= known | ours, f"ncclep {name}{rest}"
+    known = {*benchmarks.make_parser()._option_string_actions}
+    for rest in re.findall(r"`python -m benchmarks\b([^`]*)`", text):
+        assert set(re.findall(r"(?<!\S)--[\w-]+", rest)) <= known, rest

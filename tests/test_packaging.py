@@ -45,7 +45,6 @@ LAYER_OF = {
     "cli": "tools",
     "cpu": "tools",
     "doctor": "tools",
-    "testing": "tools",
     "training": "tools",
     "vllm": "tools",
 }
@@ -59,6 +58,12 @@ LAUNCHER_VARIABLES = {
 }  # fmt: skip
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+# What others begin with: the commands and entry points, and what their programs import.
+ENTRIES = {
+    "megatron_ncclep", "megatron_ncclep.__main__", "megatron_ncclep.autoload",
+    "megatron_ncclep.vllm", "megatron_ncclep.metrics", "megatron_ncclep.gradient_averaging",
+}  # fmt: skip
 
 
 def layer_of(dotted: str) -> str:
@@ -161,8 +166,45 @@ def test_imports_point_one_way(path: Path):
         for line, name in imports(path.read_text())
         if (name.startswith("megatron_ncclep.") and layer_of(name) not in right)
         or (name.split(".")[0] == "megatron" and own in WITHOUT_MEGATRON)
+        or name.split(".")[0] in ("benchmarks", "scripts", "tests")
     ]
     assert not wrong
+
+
+def test_integration_stands_on_a_ground_floor():
+    """Patching knows no place that is patched, and vLLM's hooks take nothing else of Megatron's."""
+    floor = {
+        f"megatron_ncclep.integration.{name}" for name in ("import_hook", "patching", "releases")
+    }
+    on_it = [
+        *(PACKAGE / "vllm").glob("*.py"),
+        *(path for path in MODULES if dotted_name(path) in floor),
+    ]
+    assert len(on_it) > len(floor)
+    for path in on_it:
+        used = {name for _, name in imports(path.read_text())}
+        assert {name for name in used if "ncclep.integration" in name} <= floor, path
+
+
+def test_every_module_of_the_wheel_is_used_in_it():
+    """A pool of ranks and cases of tests were installed, which only tests and benchmarks used."""
+    wanted, used = sorted(ENTRIES), set[str]()
+    while wanted:
+        dotted = wanted.pop()
+        if dotted in used or not dotted.startswith("megatron_ncclep"):
+            continue
+        used.add(dotted)
+        path = ROOT.joinpath(*dotted.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not file.is_file():  # the extension
+            continue
+        source = file.read_text()
+        # Some are imported by their names, such as the commands and what hooks wait for.
+        texts = re.findall(r'"(megatron_ncclep(?:\.\w+)+)"', source)
+        wanted += [name for _, name in imports(source)]
+        wanted += [name for name in texts if is_module(name)]
+        wanted.append(dotted.rpartition(".")[0])
+    assert {dotted_name(path) for path in MODULES} - used == set()
 
 
 def test_includes_of_native_folders_form_no_circle():
@@ -182,7 +224,9 @@ def test_engines_know_nothing_of_autograd(path: Path):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in MODULES if path != PACKAGE / "envs.py"], ids=dotted_name
+    "path",
+    [*(path for path in MODULES if path != PACKAGE / "envs.py"), *BENCHMARKS],
+    ids=dotted_name,
 )
 def test_only_envs_reads_the_environment(path: Path):
     wrong = [f"line {line}: {text}" for line, text in environment_reads(path.read_text())]
@@ -245,7 +289,22 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
 
 def test_no_file_is_too_long():
     kinds = (".py", ".c", ".h", ".cpp", ".cu", ".cuh")
-    tops = (PACKAGE, ROOT / "csrc", ROOT / "scripts", ROOT / "examples")
+    tops = (PACKAGE, *(ROOT / top for top in ("benchmarks", "csrc", "scripts", "examples")))
     sources = [path for top in tops for path in top.rglob("*") if path.suffix in kinds]
     lines = {str(path.relative_to(ROOT)): path.read_bytes().count(b"\n") for path in sources}
     assert {path: n for path, n in lines.items() if n > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_a_change_of_native_code_makes_no_environment(tmp_path: Path):
+    """One changed kernel ran pip and its downloads again, before each test."""
+    for stamp in (".ready", ".built"):
+        (tmp_path / stamp).touch()
+    command = ["make", "-n", f"VENV={tmp_path}", "setup"]
+    said = [
+        subprocess.run(
+            [*command, "-W", changed], cwd=ROOT, text=True, capture_output=True, check=True
+        ).stdout
+        for changed in ("csrc/include/ncclep.h", "pyproject.toml")
+    ]
+    assert ["setup_venv" in text for text in said] == [False, True]
+    assert all("setup.py --quiet build_ext --inplace" in text for text in said)

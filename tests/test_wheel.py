@@ -24,6 +24,7 @@ from megatron_ncclep.version import __version__
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_ncclep"
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+TYPES = ("megatron_ncclep/py.typed", "megatron_ncclep/_C.pyi")
 # What a package is built of.
 FOLDERS = ("megatron_ncclep", "configs", "csrc", "examples")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
@@ -109,7 +110,7 @@ def test_the_source_distribution_is_complete(built: Built):
         if path.is_file()
     }
     declared = {"pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "README.md", "LICENSE"}
-    assert held == {*MODULES, *sources, *declared, "megatron_ncclep/py.typed", "PKG-INFO"}
+    assert held == {*MODULES, *sources, *declared, *TYPES, "PKG-INFO"}
 
 
 def test_the_wheel_is_complete(built: Built):
@@ -122,7 +123,7 @@ def test_the_wheel_is_complete(built: Built):
     configs = {f"megatron_ncclep/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*/*.yaml")}
     compiled = {path.relative_to(ROOT).as_posix() for path in EXTENSIONS}
     header = "megatron_ncclep/include/ncclep.h"
-    assert held == {*MODULES, *configs, *compiled, header, "megatron_ncclep/py.typed"}
+    assert held == {*MODULES, *configs, *compiled, header, *TYPES}
     assert "LICENSE" in metadata
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared

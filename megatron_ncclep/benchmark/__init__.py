@@ -1,9 +1,10 @@
-"""`ncclep bench` and `ncclep plot`: the cost of each way to move tokens, checked before timing.
+"""`ncclep bench`: what engines cost on this machine, checked before timing.
 
-Reading order: command.py (arguments, ranks, one shape on one rank); job.py and shapes.py (the
-task); ranks.py (steps of all ranks: agree, time, copy over their links); the subjects in
-engines.py, deepep.py, low_latency.py and layers.py, the last with layer_model.py; training.py with
-training_model.py; result.py, table.py and plot.py (the output).  A subject is defined here.
+Reading order: command.py (arguments and ranks); job.py and shapes.py with cases.py and contents.py
+(the task); shape_run.py (one shape on one rank); ranks.py (steps of all ranks: agree, time, copy
+over their links); the subjects in engines.py and low_latency.py, checked by table_oracle.py;
+result.py and table.py (the output).  A subject is defined here; benchmarks/ in a checkout adds
+other libraries, Megatron-Core's dispatchers, layers and trainings.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_ncclep.benchmark.ranks import Clock, Timer
     from megatron_ncclep.benchmark.shapes import Workload
 
+HIGH_THROUGHPUT, LOW_LATENCY = "ht", "ll"  # modes: the steps of training, or low-latency mode
 # Names of a subject's passes, in the order in which they run. bwd_dispatch is the backward of
 # combine (a dispatch of gradients), bwd_combine the backward of dispatch.
 STEPS = ("plan", "dispatch", "combine", "bwd_dispatch", "bwd_combine")
@@ -31,8 +33,6 @@ BOTH = "forward+backward"
 PAIR = ("dispatch", "combine", "pair")
 # Kinds of subjects that compute with experts; rows on the wire say little about their time.
 WITH_EXPERTS = ("layer", "experts")
-# Kinds of subjects that have the passes `WHOLE`, and whose host time counts.
-LAUNCHED = ("megatron", *WITH_EXPERTS)
 
 
 class UnavailableError(EpError):

@@ -1,23 +1,22 @@
-"""Low-latency mode of engines and of NVIDIA's library: expected results, and timing."""
+"""Low-latency mode of engines: expected results, and timing."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark import PAIR, Setting, Subject, UnavailableError, engines, excused
-from megatron_ncclep.benchmark.job import split_name
+from megatron_ncclep.benchmark import PAIR, Setting, Subject, engines, excused
+from megatron_ncclep.benchmark.engines import split_name
 from megatron_ncclep.benchmark.ranks import Clock, Timer, Times
 from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X, Y, payload
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows
-from megatron_ncclep.errors import EngineUnavailableError, InputError, LibraryError
+from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.libraries import extension
 
 MAX_TOKENS = 128  # that an object is made for, as in a server, for its largest batch
@@ -127,97 +126,6 @@ class LowLatencySubject(Subject):
         """[R * max_tokens, H]: what `rank` combines."""
         case = self._workload.case
         return payload(case, Y, rank, case.num_ranks * self.max_tokens)
-
-
-class LibraryLowLatencySubject(LowLatencySubject):
-    """NVIDIA's library called directly: the baseline.
-
-    Its rows are rank-major, like ours, in an order that may differ from call to call.  A dispatch
-    takes new routes, like ours: it is the library's update of its handle, and its dispatch.
-    """
-
-    def _open(self, setting: Setting) -> None:
-        work = self._workload
-        case, module = work.case, extension.load()
-        if case.dtype != torch.bfloat16:
-            dtype = str(case.dtype).removeprefix("torch.")
-            raise UnavailableError(f"{self.name} takes only rows of bfloat16, not of {dtype}")
-        self._group, self._staging, self.sms = engines.open_group(
-            self.name, setting, work, self.max_tokens, low_latency=True
-        )
-        with excused(LibraryError):
-            self._handle = module.NcclEpLowLatencyHandle(self._staging, case.top_k)
-        places = (case.num_ranks, self.max_tokens)
-        new = work.x.new_empty
-        self._received = LowLatencyRows(
-            rows=new(*places, case.hidden), topk_idx=new(*places, case.top_k, dtype=torch.int32),
-            weights=new(*places, case.top_k, dtype=torch.float32),
-            counts=new(case.num_ranks, dtype=torch.int32),
-            num_local_experts=case.num_experts // case.num_ranks,
-        )  # fmt: skip
-        self._out = torch.empty_like(work.x)
-
-    def dispatch(self) -> LowLatencyRows:
-        work, got = self._workload, self._received
-        self._handle.dispatch(
-            work.x, work.topk_idx, work.w,
-            got.rows, got.topk_idx, got.weights, got.counts, extension.current_stream(),
-        )  # fmt: skip
-        return got
-
-    def combine(self, y: torch.Tensor | None = None) -> torch.Tensor:
-        self._handle.combine(self._y if y is None else y, self._out, extension.current_stream())
-        return self._out
-
-    def problem(self) -> str | None:
-        """See `Subject.problem`: a source's rows may be in any order."""
-        for tensor in (self._received.rows, self._received.weights, self._out):
-            tensor.fill_(float("nan"))
-        got = self.dispatch()
-        place = self._places(got)
-
-        def in_order(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.flatten(0, 1)[place].view_as(tensor)
-
-        experts = in_order(got.topk_idx)
-        for source, count in enumerate(got.counts.tolist()):
-            experts[source, count:] = -1  # only ours marks places without rows
-        received = dataclasses.replace(
-            got, rows=in_order(got.rows), topk_idx=experts, counts=got.counts.clone(),
-            weights=torch.where(experts >= 0, in_order(got.weights), 0),
-        )  # fmt: skip
-        problem = self._dispatch_problem(received)
-        out = self.combine(engines.put(self._y.flatten(0, 1), place).view_as(self._y))
-        return problem or self._combine_problem(out)
-
-    def _places(self, got: LowLatencyRows) -> torch.Tensor:
-        """The library's place of the row at each place of the contract, int64 [R * max_tokens].
-
-        If a row is not one of its source's, `_dispatch_problem` finds a difference.
-        """
-        place = torch.arange(got.rows.shape[0] * self.max_tokens, device=got.rows.device)
-        width = min(engines.KEY_COLUMNS, got.rows.shape[2])
-        for source, count in enumerate(got.counts.tolist()):
-            token = self._here(source, self._rank).nonzero().squeeze(1)
-            if count != len(token):
-                continue
-            sent, first = self._workload.rows(X, source, width)[token], source * self.max_tokens
-            block = torch.full_like(token, first)
-            came = first + engines.by_content(block, got.rows[source, :count, :width])
-            place[first + engines.by_content(block, sent)] = came
-        return place
-
-    def _sum_problem(self, out: torch.Tensor, total: torch.Tensor) -> str | None:
-        """Two ranks' sums have one order; for more ranks the library has its own, and rounds."""
-        if self._workload.case.num_ranks <= 2:
-            return super()._sum_problem(out, total)
-        bound = torch.finfo(out.dtype).eps * (1 + total.abs())
-        return engines.deviation(out.float(), total, bound, "another order of sums")
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self._group.device)
-        self._handle.close()
-        self._staging.close()
 
 
 def graph_clock(timer: Timer, dispatch: Callable[[], Any], combine: Callable[[], Any]) -> Clock:

@@ -23,7 +23,7 @@ from megatron_ncclep.errors import LibraryError, PeerError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.ranks.launch import RankContext
 
 Times = dict[str, list[float]]  # pass -> microseconds of each time that it ran, in one round
 Clock = Callable[[], Times]  # times a round of one subject on this rank; collective

@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron_ncclep.benchmark import WITH_EXPERTS
 from megatron_ncclep.benchmark.ranks import quantiles
-from megatron_ncclep.benchmark.shapes import Shape, TrainingShape, Workload, network_rows
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.benchmark.shapes import Workload, network_rows
 from megatron_ncclep.ranks.nodes import Nodes
 
 FORMAT = 1
@@ -23,11 +22,6 @@ CROSSINGS = {
 }  # fmt: skip
 # The rate of a GEMM of two 8192 x 8192 matrices in bf16, measured on H100 and H200.
 PEAK_TFLOPS = 790
-# The kinds of kernels in a training step, in the order of the table.
-KINDS = (
-    "attention", "GEMM", "dispatch", "combine", "plan", "permute", "optimizer", "collectives",
-    "rest",
-)  # fmt: skip
 
 
 @dataclass
@@ -68,43 +62,21 @@ class SubjectResult(Outcome):
 
     def set_samples(self, samples: Mapping[str, Sequence[float]], low_latency: bool) -> None:
         """Summarise the slowest rank's microseconds of every pass."""
-        summary = _operations if low_latency else _spread
+        summary = _operations if low_latency else spread
         self.passes = {name: summary(values) for name, values in samples.items()}
-
-
-@dataclass
-class TrainResult(Outcome):
-    """One subject that trains."""
-
-    step: dict[str, float] = field(default_factory=dict)  # as a pass of a SubjectResult
-    turns_us: list[float] = field(default_factory=list)  # the median of each turn
-    tokens_per_s: float | None = None  # of all ranks, at the median
-    losses: list[float] = field(default_factory=list)  # of the first steps, mean over the ranks
-    loss_apart: float | None = None  # their largest distance from the control's, in nats
-    layer_apart: float | None = None  # the first MoE layer's from the control's, relative
-    kinds_us: dict[str, float] = field(default_factory=dict)  # kind of kernel -> time of a step
-    host_us: float | None = None  # the slowest host's of a step, without waits for its device
-    memory: dict[str, int] | None = None
-    num_parameters: int | None = None  # of one rank
-
-    def set_samples(self, turns: Sequence[Sequence[float]], tokens: int) -> None:
-        """Summarise the slowest rank's microseconds of every step, by turn."""
-        self.step = _spread([sample for turn in turns for sample in turn])
-        self.turns_us = [quantiles(turn, 0.5)[0] for turn in turns]
-        self.tokens_per_s = tokens / self.step["median_us"] * 1e6
 
 
 @dataclass
 class Measured:
     """The measurements of one shape."""
 
-    shape: dict[str, Any]  # the fields of Shape or TrainingShape
+    shape: dict[str, Any]  # the fields of what was measured, such as a Shape
     subjects: list[Any] = field(default_factory=list)  # an Outcome of each, in order
     error: str | None = None  # why nothing was measured, if so
     failures: list[str] = field(default_factory=list)  # the reasons why the command fails
 
     @classmethod
-    def of(cls, shape: Shape | TrainingShape, error: str | None = None) -> Any:
+    def of(cls, shape: Any, error: str | None = None) -> Any:
         """Start the result of a shape."""
         return cls(dataclasses.asdict(shape), error=error)
 
@@ -187,65 +159,13 @@ class ShapeResult(Measured):
         super().judge(required)
 
 
-@dataclass
-class TrainingResult(Measured):
-    """Training steps of one model and batch."""
-
-    settings: dict[str, Any] = field(default_factory=dict)  # the model's arguments
-    tokens: int = 0  # of all ranks in one step
-    text: str = ""  # the training text's description
-    max_recv_rows: int | str | None = None  # of static subjects
-    # The owner of the function that adds the output layer's weight gradients to main_grad, if the
-    # layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.
-    fused_by: str | None = None
-
-
-# Lists of bench.json -> the type of each entry, and of its subjects.
-LISTS: dict[str, tuple[type[Measured], type[Outcome]]] = {
-    "shapes": (ShapeResult, SubjectResult),
-    "trainings": (TrainingResult, TrainResult),
-    "low_latency": (ShapeResult, SubjectResult),
-}
-
-
 def save(result: dict[str, Any], path: Path) -> None:
     """Write a whole result as JSON."""
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a result that `save` wrote.
-
-    Raises:
-        InputError: there is no such file, or it is not such a result.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}: give the bench.json of a run") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"{path}: not a result of `ncclep bench` in format {FORMAT}")
-    for name, (kind, subject) in LISTS.items():
-        content[name] = _read(path, name, content.get(name, []), kind)
-        for measured in content[name]:
-            measured["subjects"] = _read(path, "subjects", measured["subjects"], subject)
-    return content
-
-
-def _read(path: Path, name: str, listed: Any, kind: type) -> list[dict[str, Any]]:
-    """Read a list of `kind`s; older results lack some fields, and have others that are gone."""
-    known = [f.name for f in dataclasses.fields(kind)]
-    try:
-        held = [{key: item[key] for key in known if key in item} for item in listed]
-        return [dataclasses.asdict(kind(**item)) for item in held]
-    except TypeError as error:
-        wrong = f"{path}: {name} is not what `ncclep bench` writes, a list of {known}"
-        raise InputError(f"{wrong}: give the bench.json of a run, unchanged") from error
-
-
-def _spread(samples: Sequence[float]) -> dict[str, float]:
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """The quantiles of microseconds that are shown."""
     median, p10, p90 = quantiles(samples, 0.5, 0.1, 0.9)
     return {"median_us": median, "p10_us": p10, "p90_us": p90}
 

@@ -1,26 +1,25 @@
 """Shapes: problem sizes from configs/benchmark/, their routing and payload, and link traffic.
 
-A payload's values are hashes of their places (testing/contents.py), so any rank can compute
-another rank's payload without receiving it.
+A payload's values are hashes of their places (contents.py), so any rank can compute another rank's
+payload without receiving it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 
+from megatron_ncclep.benchmark import contents
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.table_oracle import SlotTable, slot_table
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.cli.config_files import Checked, at_least, one_of
 from megatron_ncclep.config import ALIGNMENTS, MIN_TIMEOUT_S
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.testing import contents
-from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.table_oracle import SlotTable, slot_table
-from megatron_ncclep.training.settings import Settings
 
 # Not fp64, which is for gradient checks, not for training.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,7 +28,6 @@ OF_A_MODEL = {
     "hidden": "hidden-size", "ffn_hidden_size": "moe-ffn-hidden-size", "experts": "num-experts",
     "top_k": "moe-router-topk",
 }  # fmt: skip
-BATCH = "global-batch-size"  # set from the number of ranks
 # The role of a tensor: each has different values, so a result left from another pass is noticed.
 X, GRAD_OUT, Y, GRAD_ROWS, WEIGHTS, GRAD_WEIGHTS = range(1, 7)
 
@@ -65,7 +63,7 @@ class Shape(Checked):
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise an InputError if the experts cannot be divided over the ranks."""
-        _check_experts(self, self.experts, num_ranks)
+        check_experts(self, self.experts, num_ranks)
 
     def case(self, num_ranks: int, device: str) -> Case:
         """The shape as a routing problem of `num_ranks` ranks."""
@@ -77,41 +75,8 @@ class Shape(Checked):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TrainingShape(Checked):
-    """A model and a batch, the same for every subject."""
-
-    name: str  # readable, unique in its file
-    model: str  # name or path of a model file, as for `ncclep train --model`
-    changes: dict[str, Any] = field(default_factory=dict)  # arguments that override it
-    microbatches: int = at_least(1, default=1)  # of one rank in one step
-
-    def __str__(self) -> str:
-        return f"training {self.name}"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config_files.check_arguments("changes", self.changes)
-        if BATCH in self.changes:
-            raise InputError(f"{BATCH} follows from microbatches and ranks: leave it out")
-
-    def settings(self, num_ranks: int) -> Settings:
-        """The checked settings of the model on `num_ranks` ranks, the experts divided over all.
-
-        Raises:
-            InputError: no such model, a wrong argument, or experts that cannot be divided.
-        """
-        try:
-            per_rank = Settings.load(self.model, self.changes)["micro-batch-size"]
-            batch = {BATCH: per_rank * self.microbatches * num_ranks}
-            settings = Settings.load(self.model, self.changes | batch)
-        except InputError as error:
-            raise InputError(f"{self}: {error}") from error
-        _check_experts(self, settings["num-experts"], num_ranks)
-        return settings
-
-
-def _check_experts(shape: Shape | TrainingShape, num_experts: int, num_ranks: int) -> None:
+def check_experts(shape: Checked, num_experts: int, num_ranks: int) -> None:
+    """Raise an InputError if the experts cannot be divided over the ranks."""
     if num_experts % num_ranks:
         wrong = f"{shape}: {num_experts} experts cannot be divided over {num_ranks} ranks"
         raise InputError(f"{wrong}: give --ranks a divisor of {num_experts}")
@@ -122,22 +87,24 @@ class Measurement(Checked):
     """A file of configs/benchmark/: shapes, and default settings for measuring them."""
 
     shapes: tuple[Shape, ...] = ()  # of one MoE layer
-    trainings: tuple[TrainingShape, ...] = ()  # for subjects that train
-    subjects: tuple[str, ...] = ()  # names; empty: all but layers, experts and training
+    subjects: tuple[str, ...] = ()  # names; empty: all engines
     warmup: int | None = at_least(0, default=None)  # untimed rounds
     samples: int | None = at_least(1, default=None)  # timed rounds
     timeout_s: float = at_least(MIN_TIMEOUT_S, default=60.0)  # that a rank waits for the others
 
+    # Key of the file -> what each item of its list becomes.
+    ITEMS: ClassVar[dict[str, type]] = {"shapes": Shape}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [s.name for s in self.shapes] + [t.name for t in self.trainings]
+        names = [item.name for key in self.ITEMS for item in getattr(self, key)]
         if not names or len(names) != len(set(names)):
-            wanted = "at least one shape or training, each with a different name"
-            raise InputError(f"give {wanted}: {names}")
+            kinds = " or ".join(key.removesuffix("s") for key in self.ITEMS)
+            raise InputError(f"give at least one {kinds}, each with a different name: {names}")
 
 
-def load(name_or_path: str) -> Measurement:
-    """Read a file of configs/benchmark/, by its name or its path.
+def load(name_or_path: str, kind: type[Measurement] = Measurement) -> Any:
+    """Read a file of configs/benchmark/, by its name or its path, as a `kind`.
 
     A shape may have `model: NAME` instead of the numbers of `OF_A_MODEL`.
 
@@ -146,11 +113,11 @@ def load(name_or_path: str) -> Measurement:
     """
     content: dict[str, Any] = dict(config_files.load(config_files.BENCHMARK, name_or_path))
     try:
-        for key, kind in (("shapes", Shape), ("trainings", TrainingShape)):
+        for key, made in kind.ITEMS.items():
             items = _listed(content, key, dict, "mappings")
-            content[key] = tuple(_make(kind, key.removesuffix("s"), item) for item in items)
+            content[key] = tuple(_make(made, key.removesuffix("s"), item) for item in items)
         content["subjects"] = tuple(_listed(content, "subjects", str, "names"))
-        return _make(Measurement, None, content)
+        return _make(kind, None, content)
     except InputError as error:
         raise InputError(f"benchmark configuration {name_or_path}: {error}") from error
 

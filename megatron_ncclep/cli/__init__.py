@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from megatron_ncclep import envs
-from megatron_ncclep.config import OPTION_FLAG, EpConfig
+from megatron_ncclep.config import OPTION_FLAG, VARIABLES, EpConfig, unknown_variables
 from megatron_ncclep.error_reporting import run_told
 from megatron_ncclep.version import __version__
 
@@ -22,13 +21,9 @@ COMMANDS = {
         "megatron_ncclep.cli.render",
         "print the command that three configuration files compose",
     ),
-    "bench": ("megatron_ncclep.benchmark.command", "measure engines and other dispatchers"),
-    "plot": (
-        "megatron_ncclep.benchmark.plot",
-        "draw a result of `ncclep bench`, or the log of `ncclep train`",
-    ),
+    "bench": ("megatron_ncclep.benchmark.command", "measure engines on this machine"),
     "doctor": ("megatron_ncclep.doctor", "check which engines can run here, and why others cannot"),
-    "env": ("megatron_ncclep.envs", "list the environment variables and their values"),
+    "env": ("megatron_ncclep.cli.env", "list the environment variables and their values"),
 }
 
 
@@ -79,12 +74,12 @@ def _check_environment(command: str, argv: Sequence[str]) -> None:
     Raises:
         InputError: one that is read has a wrong value.
     """
-    for variable in envs.VARIABLES.values():
+    for variable in VARIABLES.values():
         variable.get()
     # Options of the command line are laid over these, and the command checks both together.
     if not any(word.startswith(OPTION_FLAG) for word in argv):
         EpConfig.resolve()
     # The ranks of a job warn once, on one of them, when they make an engine.
     if command != "run" and "RANK" not in os.environ:
-        for text in envs.unknown().values():
+        for text in unknown_variables().values():
             print(f"ncclep {command}: warning: {text}", file=sys.stderr)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_ncclep import cpu
 from megatron_ncclep.config import EpConfig
@@ -21,8 +24,8 @@ from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
 from megatron_ncclep.ranks.nodes import find_nodes
-from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 # Seconds for all ranks to start and to answer one question.
 DEADLINE_S = 180.0
@@ -68,15 +71,15 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
             f"--ranks {num_ranks}: {num_gpus} GPU(s) are visible; {place.HOW_TO_SHARE}"
         )
     if torch.cuda.is_available():
-        pool = RankPool(num_ranks or num_gpus, "nccl")
+        size, backend, prepare = num_ranks or num_gpus, "nccl", None
     else:
-        pool = RankPool(CPU_RANKS, "gloo", prepare=use_cpu)
-    try:
-        if pool.backend == "nccl":
-            yield from lsa_domain(pool)
-        yield from answers_of_ranks(pool)
-    finally:
-        pool.close()
+        size, backend, prepare = CPU_RANKS, "gloo", use_cpu
+    if backend == "nccl" and size > 1 and extension.unavailable_reason() is None:
+        # Processes of their own: a communicator that fails says nothing about the reference engine.
+        with LocalRanks(size, backend, tell_reach) as ranks:
+            yield from lsa_domain(size, partial(ranks.receive, DEADLINE_S))
+    with LocalRanks(size, backend, tell_answers, prepare=prepare) as ranks:
+        yield from answers_of_ranks(size, backend, partial(ranks.receive, DEADLINE_S))
 
 
 def use_cpu() -> None:
@@ -88,43 +91,43 @@ def use_cpu() -> None:
         torch_calls.replace_all()
 
 
-def lsa_domain(pool: RankPool) -> Iterator[Finding]:
-    """How many of the pool's ranks reach each other's memory by load and store, and whether NCCL
-    offers kernels a network, for groups of several nodes.  Needs GPUs.
+def lsa_domain(size: int, receive: Callable[[], list[Any]]) -> Iterator[Finding]:
+    """How many of `size` ranks reach each other's memory by load and store, and whether NCCL offers
+    kernels a network, for groups of several nodes.  `receive`: the next answers of the ranks.
     """
-    if pool.size == 1 or extension.unavailable_reason() is not None:
-        return
     subject = "LSA domain"
     try:
-        sizes, problems = zip(*pool.run(_reach, timeout=DEADLINE_S), strict=True)
+        sizes, problems = zip(*receive(), strict=True)
     except RankError as error:
         yield Finding(subject, "not known", _failed("making an NCCL communicator", error, "nccl"))
         return
     yield Finding(
         subject,
-        f"{min(sizes)} of {pool.size} GPUs reach each other's memory by load and store (NVLink)",
+        f"{min(sizes)} of {size} GPUs reach each other's memory by load and store (NVLink)",
     )
     problem = next(filter(None, problems), None)
     offer = f"for groups of several nodes: {problem}" if problem else "NCCL offers one (GIN)"
     yield Finding("network for kernels", offer)
 
 
-def answers_of_ranks(pool: RankPool) -> Iterator[Finding]:
-    """The findings for the first 1 to N ranks of a pool of N.
+def answers_of_ranks(
+    size: int, backend: str, receive: Callable[[], list[Any]]
+) -> Iterator[Finding]:
+    """The findings for the first 1 to `size` ranks; `receive`: the next answers of the ranks.
 
     It stops at the first number of ranks that fails: the next would take as long to fail.
     """
     answers: dict[int, Answer] = {}
     failure = None
-    for num_ranks in range(1, pool.size + 1):
+    for num_ranks in range(1, size + 1):
         try:
-            answers[num_ranks] = merge(pool.run(answer_rank, ranks=num_ranks, timeout=DEADLINE_S))
+            answers[num_ranks] = merge([answer for answer in receive() if answer is not None])
         except RankError as error:
-            reason = _failed("a process group and the choice", error, pool.backend)
+            reason = _failed("a process group and the choice", error, backend)
             failure = Finding(f"engines for {num_ranks} ranks", "not known", reason)
             break
     if answers:
-        yield from describe(answers, pool.backend)
+        yield from describe(answers, backend)
     if failure is not None:
         yield failure
 
@@ -150,9 +153,17 @@ def answer(group: EpGroup) -> Answer:
     return Answer(chosen, reasons, str(find_nodes(group, WAIT_S)))
 
 
-def answer_rank(context: RankContext) -> Answer:
-    """Answer as a rank of a pool.  Collective."""
-    return answer(EpGroup.of(context.group))
+def tell_answers(context: RankContext, send: Callable[[Any], None]) -> None:
+    """Send an Answer for the first 1 to N ranks each; None if this rank is not one of them."""
+    for num_ranks in range(1, context.num_ranks + 1):
+        group = dist.new_group(list(range(num_ranks)))
+        send(answer(EpGroup.of(group)) if context.rank < num_ranks else None)
+
+
+def tell_reach(context: RankContext, send: Callable[[Any], None]) -> None:
+    """Send the size of this rank's NVLink domain, and why its kernels have no network, if so."""
+    communicator = communicator_of(EpGroup.of(context.group), WAIT_S)
+    send((communicator.lsa_size, communicator.network_problem()))
 
 
 def merge(answers: Sequence[Answer]) -> Answer:
@@ -165,12 +176,6 @@ def merge(answers: Sequence[Answer]) -> Answer:
         else:
             reasons[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
     return Answer(answers[0].chosen, reasons, answers[0].nodes)
-
-
-def _reach(context: RankContext) -> tuple[int, str]:
-    """The size of this rank's NVLink domain, and why its kernels have no network, if so."""
-    communicator = communicator_of(EpGroup.of(context.group), WAIT_S)
-    return communicator.lsa_size, communicator.network_problem()
 
 
 def _failed(what: str, error: RankError, backend: str) -> str:

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import EpConfig
+from megatron_ncclep.config import VARIABLES, EpConfig, unknown_variables
 from megatron_ncclep.doctor.report import Finding
 from megatron_ncclep.errors import InputError, IntegrationError
 from megatron_ncclep.logs import remarks_hidden
@@ -30,7 +30,7 @@ def package() -> Iterator[Finding]:
 def _environment() -> Finding:
     """The environment variables of this package that are set."""
     given, problems = [], []
-    for variable in envs.VARIABLES.values():
+    for variable in VARIABLES.values():
         try:
             value = variable.get()
         except InputError as error:
@@ -43,7 +43,7 @@ def _environment() -> Finding:
             EpConfig.resolve()
         except InputError as error:
             problems.append(str(error))
-    problems += envs.unknown().values()
+    problems += unknown_variables().values()
     return Finding(
         "environment",
         ", ".join(given) or "all defaults (`ncclep env`)",

@@ -10,7 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ncclep import envs
-from megatron_ncclep.config import AUTO, DROP, MAX_COUNT, EpConfig, thousandths
+from megatron_ncclep.config import (
+    AUTO,
+    DROP,
+    MAX_COUNT,
+    EpConfig,
+    thousandths,
+    unknown_variables,
+)
 from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.hierarchical import availability as hierarchical_availability
 from megatron_ncclep.engines.hierarchical.engine import CAPS as HIERARCHICAL_CAPS
@@ -244,5 +251,5 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     if group.rank == 0:
         for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
             group.log_once(logging.INFO, text, text)
-        for text in filter(None, (untested_torch(), *envs.unknown().values())):
+        for text in filter(None, (untested_torch(), *unknown_variables().values())):
             group.log_once(logging.WARNING, text, text)

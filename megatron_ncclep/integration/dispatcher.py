@@ -9,16 +9,23 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from megatron_ncclep.config import DROP, WORST, EpConfig
+from megatron_ncclep.config import DROP, EpConfig
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.overflow import DropWarning, can_drop
 from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration import shared_experts
+from megatron_ncclep.integration.checks.assignments import (
+    adds_assignments,
+    require_columns_for_all_slices,
+    require_order_of_ranks,
+    require_usable_bound,
+)
 from megatron_ncclep.integration.experts.layer_experts import (
     GroupedInLayer,
     refused_graph,
     reversed_blocks,
 )
-from megatron_ncclep.integration.rerun.engines import LayerEngines
+from megatron_ncclep.integration.layer_engines import LayerEngines
 from megatron_ncclep.metrics import LayerCounts, count_layer
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
@@ -45,19 +52,17 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
 
     With moe_shared_expert_overlap the layer passes its shared experts to the dispatcher
     (`set_shared_experts`): the hooks that communicate run them on their own stream, the first half
-    concurrently with dispatch and the second with combine.  Each half is queued after our kernels
-    and may not start earlier, so our kernels get their SMs first, and the shared experts' GEMMs all
-    others.
+    concurrently with dispatch and the second with combine (shared_experts.py).
 
     A layer that is recomputed is planned and dispatched again in backward, and so are its shared
-    experts.  To torch.compile the hooks that call the engine are opaque: it would trace tensors in
-    the hosts' agreement, and recompile for other numbers of rows.
+    experts.  torch.compile must break the graph at the hooks that call the engine: it would trace
+    tensors in the hosts' agreement, and recompile for other numbers of rows.
 
     With overlap_moe_expert_parallel_comm Megatron calls the hooks on two streams, which it orders:
     those that communicate on one, the rest on the other.  `_take_over` makes passing memory
     between them safe.
 
-    With on_overflow="rerun" there are two engines (rerun/engines.py).  One in static mode is for
+    With on_overflow="rerun" there are two engines (layer_engines.py).  One in static mode is for
     attempts at a step, which is run again if rows do not fit, and for captures; all other passes,
     those of a step that is run again among them, use one in exact mode.
     """
@@ -111,16 +116,20 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._can_drop = can_drop(self.engine.config)
         self._grouped = grouped
         self._block = num_local_experts if last_expert_first or grouped is not None else 1
-        if (
-            self._is_static
-            and self._router_adds_assignments
-            and (problem := self._too_few_columns())
-        ):
+        # For `metrics_interval`.
+        self._counts: LayerCounts | None = None
+        try:
+            if self._is_static and adds_assignments(config):
+                require_usable_bound(config, self.engine, self._num_slices)
+            if self._num_slices > 1:
+                require_columns_for_all_slices(config, self.engine, self._num_slices)
+                deadline_s = self._ranks.deadline_s(self.engine.config)
+                require_order_of_ranks(self._ranks, self.ep_group, self.tp_group, deadline_s)
+            if self.engine.config.metrics_interval:
+                self._counts = count_layer(self.engine, self)
+        except (InputError, UnsupportedError):  # of all ranks
             self.engines.close()
-            raise problem
-        if self._num_slices > 1:
-            self._require_columns_for_all_slices()
-            self._require_order_of_ranks()
+            raise
         self._has_two_streams = getattr(config, "overlap_moe_expert_parallel_comm", False)
         self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
@@ -128,14 +137,6 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         # Rows of each block in Megatron's order, if the rows were moved into it for this pass.
         self._moved: list[int] | None = None
         self.cudagraph_attrs = ["_routing_map"]
-        # For `metrics_interval`.
-        self._counts: LayerCounts | None = None
-        if self.engine.config.metrics_interval:
-            try:
-                self._counts = count_layer(self.engine, self)
-            except InputError:
-                self.engines.close()
-                raise
         # int64 scalar on the device: assignments dropped so far in static mode, in forward passes
         # only, each once.  It stays the same tensor, so that a replayed CUDA graph keeps counting.
         self.num_dropped: torch.Tensor | None = None
@@ -177,13 +178,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         routing_map, self._routing_map = self._routing_map, None
         self._take_over(hidden_states, probs, routing_map)
         self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
-        if shared is not None:
-            # Its backward reads them on its stream, when no other reference may be left.
-            hidden_states.record_stream(shared.stream)
-            # Before the plan, so that in exact mode the host does this while the device is still
-            # busy.
-            shared.pre_forward_comm(hidden_states)
-        try:
+        shared_experts.prepare(shared, hidden_states)
+        with shared_experts.finished_after_errors(shared, has_dispatched=False):
             chosen = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
             if self._num_slices > 1:
                 chosen = to_all_slices(*chosen, self.num_local_experts, self._num_slices)
@@ -200,13 +196,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 if self._counts is not None:
                     self._counts.count(chosen[0].topk_idx, self._plan)
                 self.engines.note_load(self._plan, hidden_states)
-            self._let_shared_experts_start()
+            shared_experts.let_start(shared)
             rows, row_probs = dispatch(engine, self._plan, hidden_states, probs, chosen)
-        except InputError:
-            self._finish_shared_experts(has_dispatched=False)
-            raise
-        if shared is not None:
-            shared.linear_fc1_forward_and_act(rows)
+        shared_experts.first_half(shared, rows)
         return rows, row_probs
 
     @torch.compiler.disable
@@ -248,15 +240,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._plan is not None, "token_dispatch comes first"
         assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
-        self._let_shared_experts_start()
-        try:
+        shared_experts.let_start(self.shared_experts)
+        with shared_experts.finished_after_errors(self.shared_experts, has_dispatched=True):
             out = combine(self.engines.in_use(), plan, hidden_states, self._hidden_shape)
-        except InputError:
-            self._finish_shared_experts(has_dispatched=True)
-            raise
-        if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(out)
-            self.shared_experts.post_forward_comm()
+        shared_experts.second_half(self.shared_experts, out)
         return out
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -307,49 +294,17 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                 if tensor.is_cuda:
                     tensor.record_stream(torch.cuda.current_stream())
 
-    def _let_shared_experts_start(self) -> None:
-        """Let their stream continue once everything queued so far has run."""
-        if self.shared_experts is not None:
-            self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
-
-    @property
-    def _router_adds_assignments(self) -> bool:
-        """Whether a token may have more experts than the router's top-k.
-
-        With padding to capacity an expert also gets tokens that did not choose it.
-
-        Read for each micro-batch, because Megatron turns it on and off in the config while it
-        generates tokens (`set_decode_expert_padding`).
-        """
-        return bool(self.config.moe_pad_expert_input_to_capacity)
-
-    def _finish_shared_experts(self, *, has_dispatched: bool) -> None:
-        """Finish their forward pass after an error, discarding the result.
-
-        From Megatron-Core 0.18 on they assert that a pass has ended before the next one begins.
-        """
-        shared = self.shared_experts
-        if shared is None:
-            return
-        with torch.no_grad():
-            if not has_dispatched:
-                shared.linear_fc1_forward_and_act()
-            shared.linear_fc2_forward()
-            shared.post_forward_comm()
-            shared.get_output()
-
     def _top_k(self, routing_map: torch.Tensor) -> int:
         """The most experts of a token in this micro-batch; the same on every rank.
 
         Raises:
-            InputError: on every rank, see `_too_few_columns`.
+            InputError: on every rank, see `require_usable_bound`.
         """
         top_k: int = self.config.moe_router_topk
-        if not self._router_adds_assignments:
+        if not adds_assignments(self.config):
             return top_k
         if self.engines.is_static():  # reading the map would have to wait for the device
-            if problem := self._too_few_columns():
-                raise problem
+            require_usable_bound(self.config, self.engine, self._num_slices)
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
         all_ranks = self._ranks.gather(
@@ -358,71 +313,6 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             self._ranks.deadline_s(self.engine.config),
         )
         return max(top_k, int(all_ranks.max()))
-
-    def _require_order_of_ranks(self) -> None:
-        """Refuse groups in which the ranks of an expert are not next to each other.  Collective.
-
-        Raises:
-            UnsupportedError: on every rank.
-        """
-        group, ep, tp = self._ranks, self.ep_group, self.tp_group
-        problem = None
-        if (group.size, group.rank) != (ep.size() * tp.size(), ep.rank() * tp.size() + tp.rank()):
-            problem = (
-                f"is rank {group.rank} of {group.size} in tp_ep, but rank {tp.rank()} of "
-                f"{tp.size()} in expt_tp and rank {ep.rank()} of {ep.size()} in ep"
-            )
-        problems = group.gather_problems(problem, "open", group.deadline_s(self.engine.config))
-        if problems:
-            self.engines.close()
-            raise UnsupportedError(
-                f"the process groups of an MoE layer: {problems}: tp_ep must have the ranks of ep "
-                "and expt_tp, those of expt_tp next to each other, as Megatron makes it"
-            )
-
-    def _require_columns_for_all_slices(self) -> None:
-        """Refuse a top-k that, multiplied by the slices, exceeds the engine's limit on assignments.
-
-        Raises:
-            InputError: on every rank, whose options are the same.
-        """
-        top_k, caps, slices = self.config.moe_router_topk, self.engine.caps, self._num_slices
-        if caps.max_top_k is None or top_k * slices <= caps.max_top_k:
-            return
-        self.engines.close()
-        most = caps.max_top_k // top_k  # 0: too many even without slices
-        smaller = f"set expert_tensor_parallel_size to {most} or less, or " if most else ""
-        raise InputError(
-            f"moe_router_topk={top_k} with expert tensor parallelism of size {slices}: a token is "
-            f"sent to all {slices} ranks that hold slices of an expert, {top_k * slices} "
-            f"assignments, and engine {caps.name!r} takes at most {caps.max_top_k}: {smaller}"
-            "choose engine 'reference' (--ncclep-engine reference)"
-        )
-
-    def _too_few_columns(self) -> InputError | None:
-        """The error for capacity padding in static mode where `_top_k` has no usable bound.
-
-        The same on every rank, because their options are the same.
-        """
-        experts, caps, slices = self.config.num_moe_experts, self.engine.caps, self._num_slices
-        rows, problem = self.engine.config.max_recv_rows, None
-        if caps.max_top_k is not None and experts * slices > caps.max_top_k:
-            in_slices = "" if slices == 1 else f", each in {slices} slices"
-            problem = (
-                f"a token may get all {experts} experts{in_slices}, and engine {caps.name!r} takes "
-                f"at most {caps.max_top_k} assignments of a token"
-            )
-        elif isinstance(rows, str) and rows != WORST:
-            problem = (
-                "a factor counts the assignments of a token, which may be more than the router's "
-                f"top-k: give a number of rows or {WORST!r}"
-            )
-        if problem is None:
-            return None
-        return InputError(
-            f"moe_pad_expert_input_to_capacity with max_recv_rows={rows!r}: {problem}; or leave "
-            "max_recv_rows out: then the host waits for the number of assignments"
-        )
 
 
 def _is_recomputing() -> bool:

@@ -20,8 +20,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from megatron_ncclep import envs
-from megatron_ncclep.config import A2SGD, EpConfig
+from megatron_ncclep.config import A2SGD, VARIABLES, EpConfig
 from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.integration.bridge import HOOKS as BRIDGE_HOOKS
@@ -145,7 +144,7 @@ def watch() -> None:
     """
     EARLY.watch()
     # Megatron's DDP refuses this variable with another dispatcher, which would ignore it.
-    if envs.get("NCCLEP_GRADIENT_AVERAGING") == A2SGD:
+    if VARIABLES["NCCLEP_GRADIENT_AVERAGING"].get() == A2SGD:
         use()
 
 

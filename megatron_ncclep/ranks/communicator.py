@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ncclep.errors import EngineUnavailableError, EpError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries.search import find_nccl
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.group import EpGroup
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 UNIQUE_ID_BYTES = 128
 
@@ -46,8 +49,8 @@ def _create(group: EpGroup, timeout_s: float) -> Any:
     return made[0]
 
 
-def _open(group: EpGroup) -> tuple[Any, bytes]:
-    """Return the `_C.Nccl`, and on rank 0 NCCL's unique id, elsewhere zeros.  Not collective."""
+def _open(group: EpGroup) -> tuple[_C.Nccl, bytes]:
+    """Return the library, and on rank 0 NCCL's unique id, elsewhere zeros.  Not collective."""
     native = extension.load()
     library = find_nccl()
     if library is None:
@@ -58,8 +61,8 @@ def _open(group: EpGroup) -> tuple[Any, bytes]:
     return nccl, nccl.unique_id() if group.rank == 0 else bytes(UNIQUE_ID_BYTES)
 
 
-def _make(group: EpGroup, nccl: Any, unique_id: bytes, timeout_s: float) -> Any:
-    """Return the `_C.Communicator`.  Waits for the other ranks' NCCL until the deadline."""
+def _make(group: EpGroup, nccl: _C.Nccl, unique_id: bytes, timeout_s: float) -> _C.Communicator:
+    """Return the communicator.  Waits for the other ranks' NCCL until the deadline."""
     return extension.load().Communicator(
         nccl,
         unique_id=unique_id,

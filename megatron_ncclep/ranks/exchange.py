@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_ncclep import envs
 from megatron_ncclep.errors import GroupClosedError, InputError
@@ -17,6 +17,9 @@ from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.shared_memory import open_together
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 # A process whose connections are closed may not be dead yet; seconds to wait until it is.
 DYING_S = 10.0
@@ -41,7 +44,7 @@ class HostLink:
         self.size = size
         self._process = os.getpid()
         self.is_open = False
-        self._memory: Any = None  # a _C.HostExchange, if the ranks share memory
+        self._memory: _C.HostExchange | None = None  # if the ranks share memory
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes | None:
         """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.

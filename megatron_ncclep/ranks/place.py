@@ -98,8 +98,3 @@ def most_ranks_per_gpu(num_ranks: int = 1) -> int:
     """
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     return -(-num_ranks // max(1, torch.cuda.device_count())) if may_share_gpu() else 1
-
-
-def pretend_host(rank: int, ranks_on_each: int) -> None:
-    """Make this rank's process appear on one of several hosts; call before it uses NCCL."""
-    os.environ[HOST_ID] = f"host{rank // ranks_on_each}"

@@ -24,10 +24,13 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ncclep.errors import LibraryError
 from megatron_ncclep.libraries import extension
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 # Size of the token that identifies the group's memory, and of a random address.
 NAME_BYTES = 16
@@ -99,7 +102,7 @@ class _Opening:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.names = [secrets.token_bytes(NAME_BYTES)] * size  # the others' are not known yet
-        self.memory: Any = None
+        self.memory: _C.HostExchange | None = None
         self.on_the_way, self.undo = ExitStack(), ExitStack()
 
     def bind(self) -> None:

@@ -18,9 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep import envs
 from megatron_ncclep.cli import config_files
-from megatron_ncclep.config import add_option_arguments
+from megatron_ncclep.config import add_option_arguments, unknown_variables
 from megatron_ncclep.error_reporting import first_report
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
@@ -144,7 +143,7 @@ def _start_ranks(job: Job, argv: list[str], reports: Path) -> int:
     torchrun makes a folder of each rank in `reports`, for the rank's report of its error.
     """
     # This process has already warned about variables that nothing reads.
-    unknown = envs.unknown()
+    unknown = unknown_variables()
     environment = {name: text for name, text in os.environ.items() if name not in unknown}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     if job.device == "cpu":

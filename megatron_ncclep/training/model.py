@@ -1,6 +1,6 @@
 """A model ready for training: Megatron-Core's GPT in its wrappers, with optimizer and schedule.
 
-`ncclep train`, `ncclep bench` and the convergence protocol all train this model.
+`ncclep train`, benchmarks/ and the convergence protocol all train this model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ import pytest
 from fixtures import closed
 from imports import import_megatron_on_cpu
 from patience import PatientPool
-
-from megatron_ncclep.ranks.pool import RankPool
+from rank_pool import RankPool
 
 two_ranks = closed(lambda: PatientPool(2, prepare=import_megatron_on_cpu))
 

@@ -10,11 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from patience import patient
+from rank_pool import RankContext
 
-from megatron_ncclep.benchmark import Setting, layers
-from megatron_ncclep.benchmark.command import make_subject
+from benchmarks import layers
+from benchmarks.job import make_subject
+from megatron_ncclep.benchmark import Setting
 from megatron_ncclep.benchmark.shapes import Workload
-from megatron_ncclep.ranks.pool import RankContext
 
 FFN = 48  # size of an expert
 
@@ -89,6 +90,6 @@ def prepared_on(
     """Prepare a subject; a CUDA graph is played by `replayed_on_cpu`."""
     with (
         mock.patch.object(layers, "captured", replayed_on_cpu),
-        mock.patch.object(layers.job, "unavailable_reason", return_value=None),
+        mock.patch.object(layers.catalogue, "unavailable_reason", return_value=None),
     ):
         return make_subject(name, setting_of(context), workload, max_recv_rows=max_recv_rows)

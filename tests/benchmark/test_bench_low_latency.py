@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from sample_result import sample_result
 
+from benchmarks.plot import draw
+from benchmarks.table import render
 from megatron_ncclep.benchmark import Setting, table
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
-from megatron_ncclep.benchmark.plot import draw
 from megatron_ncclep.benchmark.shapes import Shape, Workload
-from megatron_ncclep.benchmark.table import render
 from megatron_ncclep.ranks.group import EpGroup
 
 SHAPE = Shape("small", tokens=5, hidden=16, experts=4, top_k=2)

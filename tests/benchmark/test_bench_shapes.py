@@ -11,7 +11,8 @@ import torch
 from contract_cases import contract_cases
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
-from megatron_ncclep import cli
+import benchmarks.__main__ as benchmarks
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.engines import COMBINES, results_problem
 from megatron_ncclep.benchmark.shapes import (
     GRAD_OUT,
@@ -33,7 +34,6 @@ from megatron_ncclep.engines.engine import (
 )
 from megatron_ncclep.engines.reference.engine import CAPS
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.testing.cases import Case
 
 # Benchmarks have no words for rows and no fp64; tests/contract/test_table_oracle.py has more cases.
 CASES = [
@@ -177,7 +177,7 @@ def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
 
 def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Worked out by hand when the engine was planned: 46 GB/s, T=4096, H=7168, K=8."""
-    assert cli.main(["bench", "--model-network"]) == 0
+    assert benchmarks.main(["--model-network"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("A model, not a measurement")
     bytes_, messages = text.split("\n\nMessages and bytes that a rank puts")
@@ -196,7 +196,7 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     # nodes.  8 chunks have 5 phases; 3 rounds tell of their room in dispatch, 2 in combine.
     _, _, _, puts, _, combine_puts, _, rounds, window = messages.splitlines()[-3].split()
     assert (puts, combine_puts, rounds, window) == ("44", "43", "4", "1.82")
-    assert cli.main(["bench", "--model-network", "nic_gb_s=92,num_experts=512"]) == 0
+    assert benchmarks.main(["--model-network", "nic_gb_s=92,num_experts=512"]) == 0
     text = capsys.readouterr().out
     assert "92 GB/s" in text
     assert text.splitlines()[-1].split()[0] == "64"
@@ -217,5 +217,5 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_the_model_refuses(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert cli.main(["bench", "--model-network", *words]) == 2
+    assert benchmarks.main(["--model-network", *words]) == 2
     assert message in capsys.readouterr().err

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankContext
 from stand_ins import setting_of
 
-from megatron_ncclep.benchmark.job import known_variant
-from megatron_ncclep.benchmark.layer_model import initialize
-from megatron_ncclep.benchmark.ranks import Ranks
-from megatron_ncclep.benchmark.result import KINDS
-from megatron_ncclep.benchmark.shapes import load
-from megatron_ncclep.benchmark.training import (
+from benchmarks.catalogue import known_variant
+from benchmarks.layer_model import initialize
+from benchmarks.result import KINDS
+from benchmarks.shapes import load
+from benchmarks.training import (
     Interval,
     bits_problem,
     curve_problem,
     kernel_kind,
     time_shares,
 )
-from megatron_ncclep.benchmark.training_model import (
+from benchmarks.training_model import (
     STAND_IN,
     Curve,
     SubjectModel,
@@ -31,7 +31,7 @@ from megatron_ncclep.benchmark.training_model import (
     provide_fusion,
     wgrad_gemm_accum_fp32,
 )
-from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.benchmark.ranks import Ranks
 
 STEPS = 3
 

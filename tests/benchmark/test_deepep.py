@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ncclep.benchmark import Setting, UnavailableError, deepep, shapes
-from megatron_ncclep.benchmark.command import make_subject
-from megatron_ncclep.benchmark.job import DEEPEP
-from megatron_ncclep.benchmark.layer_model import BUFFERS, close_dispatcher
+from benchmarks import deepep
+from benchmarks.catalogue import DEEPEP
+from benchmarks.job import make_subject
+from benchmarks.layer_model import BUFFERS, close_dispatcher
+from megatron_ncclep.benchmark import Setting, UnavailableError, shapes
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.shapes import Workload
-from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.table_oracle import table_combine, table_dispatch
+from megatron_ncclep.benchmark.table_oracle import table_combine, table_dispatch
 
 RANK, SMS = 1, 20
 CASE = Case(

@@ -1,4 +1,4 @@
-"""What `ncclep bench` is asked to do: files, arguments, and what is refused."""
+"""What benchmarks are asked to do: files, arguments, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.__main__ as benchmarks
+from benchmarks import shapes, table
+from benchmarks.catalogue import check_name, default_names, known_variant
+from benchmarks.job import Job
 from megatron_ncclep import cli
-from megatron_ncclep.benchmark import command, shapes
-from megatron_ncclep.benchmark.job import (
-    Job,
-    default_names,
-    known_variant,
-    split_name,
-)
+from megatron_ncclep.benchmark import command
 from megatron_ncclep.benchmark.result import Measured, ShapeResult
-from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 
 
@@ -32,10 +29,10 @@ def restore_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]):
-    """Run `ncclep bench` and return what it refuses with."""
+    """Run `python -m benchmarks` and return what it refuses with."""
 
     def run(*arguments: str) -> str:
-        assert cli.main(["bench", *arguments]) == 2
+        assert benchmarks.main(arguments) == 2
         return capsys.readouterr().err
 
     return run
@@ -44,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str]):
 # --- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", config_files.names(config_files.BENCHMARK))
+@pytest.mark.parametrize("name", shapes.names())
 def test_shipped_files_are_right(name: str) -> None:
     found = shapes.load(name)
     for ranks in (1, 2, 4):
@@ -53,7 +50,7 @@ def test_shipped_files_are_right(name: str) -> None:
         for training in found.trainings:
             training.settings(ranks)
     for subject in found.subjects:
-        assert split_name(subject) == (subject, None)
+        check_name(subject)
 
 
 TINY = "{name: a, model: tiny}"
@@ -64,7 +61,7 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
     ("text", "message"),
     [
         ("samples: 3", "at least one shape or training"),
-        ("shape: []", "unknown key 'shape': the keys are shapes, trainings, subjects, warmup"),
+        ("shape: []", "unknown key 'shape': the keys are shapes, subjects, warmup"),
         ("shapes: 3", "must be a list of mappings"),
         ("shapes: [{name: a, tokens: 8, model: huge}]", "no model configuration 'huge'"),
         ("trainings: [{name: a}]", "training a: no model"),
@@ -158,6 +155,32 @@ def test_subjects_that_are_refused(refused, names: str, message: str) -> None:
     assert message in refused("--smoke", "--subjects", names)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--smoke --subjects layer:alltoall", "`python -m benchmarks` in a checkout"),
+        ("--smoke --subjects reference@8", "would ignore a number of SMs"),
+        ("--smoke --subjects native@x", "write a number of SMs after the @"),
+        ("--smoke --subjects reference,reference", "named twice"),
+        (f"{LL} --subjects nccl_ep", "graphs can hold: native, reference"),
+        ("--config training", "no benchmark configuration 'training'"),
+        ("--device cpu", "models takes hours on a CPU"),
+    ],
+)
+def test_what_the_installed_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert cli.main(["bench", *words.split(), "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model-network", "--max-recv-rows=64"])
+def test_an_option_of_a_checkout_says_so(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--smoke", option])
+    assert f"{option}; --model-network and --max-recv-rows are" in capsys.readouterr().err
+
+
 def test_another_number_of_ranks_than_torchruns_is_refused(
     refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,9 +190,7 @@ def test_another_number_of_ranks_than_torchruns_is_refused(
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
+    return benchmarks.make_parser().parse_args(words)
 
 
 def make(config: str, **given: object) -> Job:
@@ -207,8 +228,10 @@ def test_subjects_that_train_have_shapes_of_their_own() -> None:
     train = "train:alltoall,train:ncclep:reference"
     job = make("smoke", subjects=f"reference,{train}")
     assert (job.measured, ",".join(job.trained)) == (("reference",), train)
-    assert [shape.name for shape in job.everything] == ["smoke-fp32", "smoke-bf16", "smoke-train"]
-    assert [shape.name for shape in make("smoke", subjects=train).everything] == ["smoke-train"]
+    assert [[shape.name for shape in batch] for batch in job.batches()] == [
+        ["smoke-fp32", "smoke-bf16"], ["smoke-train"],
+    ]  # fmt: skip
+    assert make("smoke", subjects=train).batches() == [[], list(job.trainings)]
     assert make("smoke", subjects="reference").trainings == ()
 
 
@@ -251,7 +274,7 @@ def test_a_run_that_is_stopped_leaves_the_shapes_before(tmp_path: Path) -> None:
 
     job = Job.make(parsed("--out", str(tmp_path)), 2, "cpu")
     with pytest.raises(KeyboardInterrupt):
-        command._write(job, measured())
+        command._write(job, measured(), "benchmarks", table.render)
     (found,) = json.loads((tmp_path / "bench.json").read_text())["shapes"]
     assert found["shape"]["name"] == shape.name
     assert shape.name in (tmp_path / "bench.txt").read_text()

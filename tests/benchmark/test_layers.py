@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankContext, RankPool
 from stand_ins import BUGS, FFN, prepared_on, put_into
 
+from benchmarks import layer_model as model
+from benchmarks.job import make_subject
+from benchmarks.layers import blocks_of
 from megatron_ncclep.benchmark import BOTH, Setting, UnavailableError
-from megatron_ncclep.benchmark import layer_model as model
-from megatron_ncclep.benchmark.command import make_subject
-from megatron_ncclep.benchmark.layers import blocks_of
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.ranks import Timer
 from megatron_ncclep.benchmark.shapes import Workload
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 CASES = {
     "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ncclep.benchmark import Setting, UnavailableError, engines
-from megatron_ncclep.benchmark.engines import LibrarySubject
+from benchmarks import library
+from benchmarks.library import LibrarySubject
+from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
-from megatron_ncclep.testing.cases import Case
 
 RANK = 1
 CASE = Case("yardstick", (20, 30, 25), hidden=24, num_experts=6, top_k=3, alignment=16)
@@ -23,12 +24,12 @@ CASE = Case("yardstick", (20, 30, 25), hidden=24, num_experts=6, top_k=3, alignm
 def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> Any:
     """Have the benchmark find `classes` in the extension; returns a `Setting` of `rank`."""
     native = SimpleNamespace(**classes)
-    monkeypatch.setattr(engines.extension, "load", lambda: native)
-    monkeypatch.setattr(engines.extension, "current_stream", lambda: 0)
-    monkeypatch.setattr(engines, "communicator_of", lambda *_: None)
-    monkeypatch.setattr(engines, "open_library", lambda: SimpleNamespace(native=None))
-    monkeypatch.setattr(engines, "choose_engine", lambda *_: None)
-    monkeypatch.setattr(engines.EpGroup, "of", lambda group: group)
+    monkeypatch.setattr(library.extension, "load", lambda: native)
+    monkeypatch.setattr(library.extension, "current_stream", lambda: 0)
+    monkeypatch.setattr(library, "communicator_of", lambda *_: None)
+    monkeypatch.setattr(library, "open_library", lambda: SimpleNamespace(native=None))
+    monkeypatch.setattr(library, "choose_engine", lambda *_: None)
+    monkeypatch.setattr(library.EpGroup, "of", lambda group: group)
     group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
     return Setting(rank, 2, "cpu", 60.0, lambda: group)
 
@@ -57,7 +58,7 @@ def test_a_name_decides_what_the_library_finds(
         seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
 
     setting, work = play_library(monkeypatch, RANK, NcclEpGroup=look), Workload(CASE, RANK)
-    monkeypatch.setattr(engines, "choose_engine", look)
+    monkeypatch.setattr(library, "choose_engine", look)
     monkeypatch.setattr(LibrarySubject, "_allocate", lambda *_: None)
     LibrarySubject(name, setting, work)
     assert seen == [(package, modes[0], "1"), (package, *modes)]
@@ -69,6 +70,6 @@ def test_a_package_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) ->
         raise InputError("NCCLEP_NCCL_EP_LIBRARY=nccl-extensions: this package brings none")
 
     setting, work = play_library(monkeypatch, RANK), Workload(CASE, RANK)
-    monkeypatch.setattr(engines, "choose_engine", fail)
+    monkeypatch.setattr(library, "choose_engine", fail)
     with pytest.raises(UnavailableError, match="this package brings none"):
         LibrarySubject("nccl_ep_library:nccl-extensions", setting, work)

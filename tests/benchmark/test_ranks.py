@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankContext, RankPool
 
 from megatron_ncclep.benchmark import ranks
 from megatron_ncclep.benchmark.ranks import Timer, measure, quantiles, slowest
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 
 class FakeTimer(Timer):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from sample_result import SHAPE, sample_result
 
-from megatron_ncclep import cli
+from benchmarks import plot
+from benchmarks.plot import draw
+from benchmarks.table import render
 from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.plot import draw
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.result import ShapeResult
 from megatron_ncclep.benchmark.shapes import Workload, tables_of
-from megatron_ncclep.benchmark.table import render
-from megatron_ncclep.testing.cases import Case
 
 
 def row(text: str, start: str) -> list[str]:
@@ -169,11 +169,11 @@ PNG = b"\x89PNG"
 def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "bench.json"
     results.save(sample_result(), source)
-    assert cli.main(["plot", str(source)]) == 0
+    assert plot.main([str(source)]) == 0
     assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
     assert capsys.readouterr().out.strip() == str(tmp_path / "bench.png")
     other = tmp_path / "folder" / "other.png"
-    assert cli.main(["plot", str(source), "-o", str(other), "--subjects", "alltoall"]) == 0
+    assert plot.main([str(source), "-o", str(other), "--subjects", "alltoall"]) == 0
     assert other.read_bytes().startswith(PNG)
 
 
@@ -214,5 +214,5 @@ def test_plot_refuses(
     source = tmp_path / "bench.json"
     if content is not None:
         source.write_text(content)
-    assert cli.main(["plot", str(source), *arguments]) == 2
+    assert plot.main([str(source), *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -21,7 +21,10 @@ from contract_cases import (
     rows_limit_of,
 )
 from oracle import OraclePlan, oracle_combine, oracle_plan
+from rank_pool import RankContext, RankPool
 
+from megatron_ncclep.benchmark.cases import Case, refusal
+from megatron_ncclep.benchmark.table_oracle import slot_table, table_combine, table_dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import (
     BY_RANK,
@@ -32,9 +35,6 @@ from megatron_ncclep.engines.engine import (
 )
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case, refusal
-from megatron_ncclep.testing.table_oracle import slot_table, table_combine, table_dispatch
 
 
 class Sums(NamedTuple):
@@ -88,7 +88,9 @@ def fitted(case: Case, pool: RankPool, engine_name: str) -> Case:
     if caps_of(engine_name, ranks).reduction == NODE_SUMS_ROUNDED:
         on_node = ranks_on_node(ranks)
         ranks = ranks // on_node * on_node
-    return for_engine(case.on_at_most(ranks), caps_of(engine_name))
+    ranks = next(n for n in range(ranks, 0, -1) if case.num_experts % n == 0)
+    case = dataclasses.replace(case, tokens=case.tokens[:ranks])
+    return for_engine(case, caps_of(engine_name))
 
 
 @contextmanager

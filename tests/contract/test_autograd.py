@@ -9,15 +9,15 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import caps_of, config_of
+from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, run_case
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 CASES = [
     Case("dropless", (9, 5, 12, 1), 8, 3, 5, torch.float64),

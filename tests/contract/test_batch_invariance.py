@@ -16,16 +16,16 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
+from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, run_case
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 WATCHED, BATCHES = 4, 9
 MOST = 60  # other tokens of a rank, at most

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from compare import assert_same_bits
 from oracle import oracle_combine
+from rank_pool import RankContext, RankPool
 from run_case import Sums, fitted, opened, oracle_of, run_case
 
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 WEIGHT_DTYPE = {torch.float64: torch.float64}
 

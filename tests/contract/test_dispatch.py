@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from compare import assert_dispatched, assert_same_bits
 from oracle import oracle_dispatch
+from rank_pool import RankContext, RankPool
 from run_case import opened, oracle_of, run_case
 
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 
 def dispatch_on_rank(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import caps_of, deadline_s, local_ranks
+from rank_pool import RankContext, RankPool
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,6 @@ from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.reference import engine as reference
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ops.routing import routes_and_weights
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_ranks(2)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -18,7 +19,6 @@ from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.errors import PeerError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 # Hosts wait as long whatever the engine; what devices are given is in tests/native/test_windows.py.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]

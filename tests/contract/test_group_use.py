@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 import torch.distributed as dist
 from patience import patient
+from rank_pool import RankContext
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 
 import megatron_ncclep
@@ -15,7 +16,6 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.needs_ranks(2)
 

@@ -14,14 +14,14 @@ import test_dispatch
 import test_plan
 import torch
 from contract_cases import contract_cases
+from rank_pool import RankContext, RankPool
 
+from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, EngineEntry
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case, refusal
 
 # A stand-in on the CPU for engines that need a GPU.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
+from rank_pool import RankContext, RankPool
 from run_case import Sums
 
 from megatron_ncclep.config import EpConfig
@@ -19,7 +20,6 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.errors import GroupClosedError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 HAS_MODE = pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0)
 

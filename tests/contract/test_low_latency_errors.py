@@ -9,11 +9,11 @@ from contextlib import closing
 import pytest
 import torch
 from compare import assert_same_bits
+from rank_pool import RankContext
 from test_low_latency import HAS_MODE, LowLatencyCase, engine_of, object_for
 
 from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.errors import EngineUnavailableError, InputError
-from megatron_ncclep.ranks.pool import RankContext
 
 CASE = LowLatencyCase("mistakes", 1, 4, 8, 2)
 

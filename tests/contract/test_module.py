@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from patience import patient
+from rank_pool import RankContext
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,7 +20,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.errors import GroupClosedError, UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only, pytest.mark.ranks(2)]
 

@@ -20,11 +20,13 @@ from compare import assert_same_bits
 from contract_cases import caps_of, contract_cases, for_engine
 from on_ranks import gathered
 from patience import PatientPool, patient
+from rank_pool import RankContext, RankPool
 from run_case import all_steps_on_rank, assert_steps, ranks_on_node
 from test_autograd import step_of_both
 from test_batch_invariance import BATCHES, CASES, watch
 from test_overflow import TOO_MUCH, raised_on_rank
 
+from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.benchmark.shapes import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -33,8 +35,6 @@ from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
 from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case, refusal
 
 ENGINE = "hierarchical"
 # Ranks of this host that count as several nodes.

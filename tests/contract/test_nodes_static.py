@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from contract_cases import rows_limit_of
+from rank_pool import RankContext, RankPool
 from run_case import opened
 from test_nodes import ENGINE, assert_all_steps, grid, possible_cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
@@ -32,8 +34,6 @@ from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.all_to_all import AllToAll, Unwaited
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.ranks(4), pytest.mark.cpu_only]
 

@@ -12,15 +12,15 @@ from draws import SAME_EXAMPLES, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_plan, oracle_rows_limit
+from rank_pool import RankContext, RankPool
 from run_case import fitted, oracle_of
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_limit, rows_needed
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 
 def kept_by_the_oracle(case: Case, limit: int) -> list[torch.Tensor]:

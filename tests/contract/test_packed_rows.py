@@ -8,15 +8,15 @@ import pytest
 import torch
 from compare import assert_same_bits
 from oracle import oracle_dispatch
+from rank_pool import RankContext, RankPool
 from run_case import config_of, fitted, opened, oracle_of, run_case
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import BYTES
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ops.packed_rows import pack_rows, unpack_rows
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 E4M3 = torch.float8_e4m3fn
 HIDDEN, BLOCK = 64, 16  # numbers of a row; those that have a scale of their own

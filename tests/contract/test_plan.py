@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, oracle_of, run_case
 
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 
 def plan_on_rank(ctx: RankContext, case: Case, engine_name: str) -> dict:

@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 from fixtures import closed
 from patience import patient
+from rank_pool import RankContext, RankError, RankPool
 
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 PREPARED: list[int] = []
 # Far longer than any wait that is meant to end.
@@ -128,7 +128,7 @@ def test_a_failure_is_told_while_others_wait(
     """A rank raises while the others wait for it in a collective, for minutes: that must not look
     like a hang.
     """
-    monkeypatch.setattr("megatron_ncclep.ranks.pool.GRACE_S", 1.5)
+    monkeypatch.setattr("rank_pool.GRACE_S", 1.5)
     before = pool.run(whereabouts)
     with pytest.raises(RankError) as caught:
         pool.run(fail, timeout=LONG_S)
@@ -149,7 +149,7 @@ def test_an_interrupted_job_leaves_no_answers_behind(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_ncclep.ranks.pool.wait", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("rank_pool.wait", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pool.run(whereabouts)
     assert pool.run(meet) == [bytes([0, 1])] * 2

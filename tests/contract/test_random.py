@@ -21,13 +21,13 @@ from draws import SAME_EXAMPLES
 from hypothesis import Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
+from rank_pool import RankContext, RankPool
 from run_case import Tables
 
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, EngineCaps, RoutePlan
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.contents import rows_of, weights_of
 
 MAX_TOP_K = 16
 MAX_PLANS_ALIVE = 4

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rank_pool import RankContext, RankError, RankPool
 
+from benchmarks.catalogue import known_variant
+from benchmarks.layer_model import initialize
+from benchmarks.shapes import TrainingShape
+from benchmarks.training import curve_problem
+from benchmarks.training_model import SubjectModel, load_text
 from megatron_ncclep import cpu
-from megatron_ncclep.benchmark.job import known_variant
-from megatron_ncclep.benchmark.layer_model import initialize
 from megatron_ncclep.benchmark.ranks import Ranks
-from megatron_ncclep.benchmark.shapes import TrainingShape
-from megatron_ncclep.benchmark.training import curve_problem
-from megatron_ncclep.benchmark.training_model import SubjectModel, load_text
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 from megatron_ncclep.training import corpus, data
 
 HERE = Path(__file__).resolve().parent

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from patience import patient
 from processes import join
+from rank_pool import RankContext
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
@@ -27,7 +28,6 @@ from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 # For starting and compiling, and for what comes after.
 LONG_S, DEADLINE_S = patient(60.0), 3.0

@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import COMPILING, deadline_s
+from rank_pool import RankContext, RankPool
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_ranks(2)
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import deadline_s
+from rank_pool import RankContext, RankPool
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import GroupClosedError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = [pytest.mark.needs_ranks(2)]
 

@@ -16,6 +16,8 @@ from anything import FUZZ, odd_words, words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import benchmarks.__main__ as benchmarks
+from benchmarks import plot
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result
 
@@ -33,13 +35,19 @@ OPTIONS = {
         "--model tiny --dispatcher ncclep --cluster local-cpu",
     ),
     "bench": (
+        "--config --subjects --ranks --device --samples --warmup --mode --out --overwrite",
+        "--smoke --overwrite --out d",
+    ),
+    "doctor": ("--json --ranks", ""),
+    "env": ("", ""),
+    # Of a checkout.
+    "benchmarks": (
         "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --overwrite",
         "--smoke --overwrite --out d",
     ),
     "plot": ("-o --out --subjects", "bench.json"),
-    "doctor": ("--json --ranks", ""),
-    "env": ("", ""),
 }
+OF_A_CHECKOUT = {"benchmarks": benchmarks.main, "plot": plot.main}
 RESULT = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-2xH200-native/bench.json"
 FILES = {
     "text.txt": "some text " * 20, "empty.txt": "", "list.yaml": "[1]", "s.py": "pass",
@@ -64,7 +72,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda *_: 0)
     monkeypatch.setattr("megatron_ncclep.training.corpus._write", write)
     monkeypatch.setattr("megatron_ncclep.training.corpus._describe", describe)
-    monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_pool", lambda job: [])
+    monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_ranks", lambda job: [])
     monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title, ranks: [])
     monkeypatch.setattr("megatron_ncclep.cli.run._move_to_cpu", lambda: None)
     monkeypatch.setattr("megatron_ncclep.cli.run.after_import", lambda *_: None)
@@ -105,11 +113,12 @@ def test_any_words(
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Run `ncclep`; it must end as a command ends."""
+    """Run `ncclep`, or a command of a checkout; it must end as a command ends."""
     capsys.readouterr()
     status, usage = None, None
     try:
-        status = cli.main(arguments)
+        name, *rest = arguments
+        status = OF_A_CHECKOUT[name](rest) if name in OF_A_CHECKOUT else cli.main(arguments)
     except SystemExit as end:
         usage = end.code
     printed = capsys.readouterr().err
@@ -151,7 +160,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
     here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`ncclep bench --out FILE` measured for minutes, and lost what it had measured."""
-    monkeypatch.delattr("megatron_ncclep.benchmark.command._measure_in_pool")
+    monkeypatch.delattr("megatron_ncclep.benchmark.command._measure_in_ranks")
     Path("d/bench.json").touch()  # results, which it would have overwritten
     for out in ("text.txt", "d"):
         assert cli.main(["bench", "--smoke", "--out", out]) == 2
@@ -159,4 +168,4 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 def test_every_command_is_tried() -> None:
-    assert set(OPTIONS) == set(cli.COMMANDS)
+    assert set(OPTIONS) == set(cli.COMMANDS) | set(OF_A_CHECKOUT)

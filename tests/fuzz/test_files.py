@@ -11,7 +11,7 @@ from anything import FUZZ, attempt, numbers, scalars, yaml_bytes
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_ncclep.benchmark import shapes
+from benchmarks import shapes
 from megatron_ncclep.cli import config_files, render
 from megatron_ncclep.training.settings import TYPES, Settings, layer_pattern
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from patience import PatientPool
-
-from megatron_ncclep.ranks.pool import RankPool
+from rank_pool import RankPool
 
 # What the CPU's tests share serves here too.
 FOLDERS = ("contract", "native", "network", "integration", "integration/models")

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from compare import assert_same_bits
 from contract_cases import config_of
+from rank_pool import RankContext, RankPool
 from run_case import Tables
 from test_graphs import CASE, RESULTS, Layer, captured
 
 import megatron_ncclep
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import PeerError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.contents import rows_of, weights_of
 
 pytestmark = [
     pytest.mark.needs_ranks(2),

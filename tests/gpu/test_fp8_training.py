@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from left_out import needs_te
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = needs_te
 

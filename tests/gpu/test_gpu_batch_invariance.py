@@ -13,12 +13,12 @@ import torch
 from compare import assert_same_bits
 from left_out import needs_te
 from megatron_setup import make_experts_differ
+from rank_pool import RankContext
 from test_batch_invariance import BATCHES, batches
 from test_gpu_grouped_experts import build, in_ddp
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
-from megatron_ncclep.testing.cases import Case
 
 needs_quack = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from changed_experts import CHANGES, train
 from left_out import needs_te
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext
 
 FIELDS: dict[str, Any] = {
     "hidden_size": 128,

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training, options_shown, train_on_rank
 from left_out import needs_te
 from megatron_setup import ep_config
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = needs_te
 

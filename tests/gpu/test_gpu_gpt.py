@@ -11,11 +11,10 @@ import torch
 from adam_training import SAME, Training
 from left_out import needs_te
 from megatron_setup import ep_config
+from rank_pool import RankContext
 from test_checkpoints import assert_goes_on
 from test_gpt_model import STAGES
 from trainer import ModelCase, differences, train
-
-from megatron_ncclep.ranks.pool import RankContext
 
 STEPS = 6
 

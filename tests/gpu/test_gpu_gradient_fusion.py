@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from rank_pool import RankContext
 
-from megatron_ncclep.benchmark.training_model import wgrad_gemm_accum_fp32
-from megatron_ncclep.ranks.pool import RankContext
+from benchmarks.training_model import wgrad_gemm_accum_fp32
 
 # Neither 301 nor multiples of it are bf16 numbers, which are 2 apart from 256 on.
 ROWS, IN, OUT, TIMES = 301, 24, 40, 3

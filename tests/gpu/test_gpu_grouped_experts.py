@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from left_out import needs_te
 from megatron_setup import build_layer, initialize, make_config
 from on_ranks import gathered
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext
 
 HIDDEN, FFN, EXPERTS, TOP_K = 256, 192, 16, 2
 OPTIONS: dict[str, Any] = {

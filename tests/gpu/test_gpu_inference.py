@@ -17,9 +17,9 @@ from inference_case import (
     use_whole_numbers,
 )
 from left_out import needs_te
+from rank_pool import RankContext
 
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [
     pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0 and caps.captures_static),

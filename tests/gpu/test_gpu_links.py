@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from loop import net_counters
 from on_ranks import gathered
-
-from megatron_ncclep.ranks.pool import RankContext
+from rank_pool import RankContext
 
 PLUGIN = os.environ.get("NCCL_NET_PLUGIN", "")
 GATHERED = 64 << 10  # bytes, at most

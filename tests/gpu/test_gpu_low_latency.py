@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import local_ranks
+from rank_pool import RankContext, RankPool
 from test_low_latency import LowLatencyCase, engine_of, object_for
 
 from megatron_ncclep.engines.low_latency import LowLatency
 from megatron_ncclep.errors import PeerError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_caps(
     test=lambda caps: caps.low_latency_tokens > 0 and caps.captures_static

@@ -20,10 +20,9 @@ import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
 from left_out import needs_te
 from megatron_setup import ep_config
+from rank_pool import RankContext
 from test_gpt_model import full, selective
 from trainer import ModelCase, differences, train
-
-from megatron_ncclep.ranks.pool import RankContext
 
 # Rows and activations of a layer have more than 256 K elements, the least that is offloaded.
 SEQUENCE, HIDDEN = 512, 512

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankContext, RankPool
 from run_case import fitted
 from test_gpu_static_mode import CASE, Layer, waiting_is_an_error
 
 from megatron_ncclep import metrics
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.metrics import Interval
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 NO_WAIT = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 LATE_CYCLES = 200_000_000  # about a tenth of a second

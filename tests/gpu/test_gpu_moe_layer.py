@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 from left_out import needs_te
 from megatron_setup import ep_config
-
-from megatron_ncclep.ranks.pool import RankContext
+from rank_pool import RankContext
 
 # One hidden size and one number of experts: an engine that compiles at run time does so twice,
 # once for each dtype.

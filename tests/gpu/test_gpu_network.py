@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from loop import counters, set_fault
 from on_ranks import gathered
+from rank_pool import RankContext
 
-from megatron_ncclep.cli.network_model import CHUNK, NetworkModel, Puts
+from benchmarks.network_model import CHUNK, NetworkModel, Puts
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
@@ -26,7 +27,6 @@ from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.needs_network, pytest.mark.limit_s(90)]
 PLUGIN = os.environ.get("NCCL_RMA_PLUGIN", "")

@@ -16,13 +16,13 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import config_of
+from rank_pool import RankContext, RankPool
 from run_case import fitted
 from test_graphs import CASES, Layer, captured
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 Steps = list[torch.Tensor | None]
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from left_out import needs_te
 from megatron_setup import build_layer, ep_config, initialize, make_config
+from rank_pool import RankContext, RankPool
 from test_gpu_memory import HIDDEN, SIZES
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 # About half a second, in which the host has long queued, and dropped, what the test is about.
 SLOW_CYCLES = 1_000_000_000

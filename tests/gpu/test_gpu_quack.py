@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import RankContext
 from torch import Tensor
 
 from megatron_ncclep.integration.experts.fused_swiglu import swiglu_experts, unavailable_reason
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"

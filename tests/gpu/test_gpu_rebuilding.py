@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron_setup import build_layer, ep_config, initialize, make_config
 from patience import PatientPool
+from rank_pool import RankContext, RankPool
 from rebuilding_case import SETTLED, growth, held
 
 import megatron_ncclep
 from megatron_ncclep import metrics
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 MODELS = 20
 # Windows of at least 3 x 32 MiB: 16384 rows of 2 KiB, for dispatch, for combine and its own part.

@@ -8,10 +8,9 @@ import os
 import pytest
 import torch
 from on_ranks import gathered
+from rank_pool import RankContext
 from test_megatron_graphs import FULL, RERUN, SEQUENCE, train
 from trainer import differences
-
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import ep_config
+from rank_pool import RankContext
 from test_shapes_of_models import LENGTHS
 from trainer import ModelCase, train
-
-from megatron_ncclep.ranks.pool import RankContext
 
 # One size of rows nearly everywhere: an engine that compiles at run time does so for each.
 SHAPE: dict[str, Any] = {

@@ -11,8 +11,7 @@ import pytest
 import torch
 from layer_case import LayerCase, train_on_rank
 from megatron_setup import ep_config
-
-from megatron_ncclep.ranks.pool import RankContext
+from rank_pool import RankContext
 
 OPTIONS: dict[str, Any] = {
     "hidden_size": 1024,

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from contract_cases import config_of, rows_limit_of
+from rank_pool import RankContext, RankPool
 from run_case import fitted, oracle_of
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
 
 NO_WAIT = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 

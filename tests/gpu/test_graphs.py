@@ -10,15 +10,15 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import caps_of, config_of
+from rank_pool import RankContext, RankPool
 from run_case import Tables, fitted
 
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.integration.checks import optimizer_step as step_check
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.cases import Case
-from megatron_ncclep.testing.contents import rows_of, weights_of
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
+from rank_pool import RankContext, RankPool
 from run_case import Tables
 
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import EngineCaps
-from megatron_ncclep.ranks.pool import RankContext, RankPool
-from megatron_ncclep.testing.contents import rows_of, weights_of
 
 # 16 assignments of two ranks' tokens, on average half of them for each rank: 8.6 GB of rows, and
 # for the comparison three times that.

@@ -19,10 +19,10 @@ import torch
 from layer_case import options_shown
 from megatron_setup import ep_config
 from patience import PatientPool
+from rank_pool import RankContext, RankPool
 from trainer import BATCH, Model, ModelCase, differences
 
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)
 

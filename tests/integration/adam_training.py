@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_pool import RankContext
 from trainer import Model, ModelCase, Results
-
-from megatron_ncclep.ranks.pool import RankContext
 
 # Relative difference allowed between losses of `Training`, by device, where sums come in another
 # order: at most 3e-7 was seen on a CPU, and rows that come back one percent too large make 5e-5.

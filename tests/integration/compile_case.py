@@ -10,8 +10,7 @@ from unittest import mock
 
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
-
-from megatron_ncclep.ranks.pool import RankContext
+from rank_pool import RankContext
 
 STEPS = 5
 

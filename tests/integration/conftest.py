@@ -9,8 +9,7 @@ import pytest
 from fixtures import closed
 from imports import import_megatron_on_cpu
 from patience import PatientPool
-
-from megatron_ncclep.ranks.pool import RankPool
+from rank_pool import RankPool
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))  # test_nodes_static.py
 # Megatron generates text with kernels of Triton's, which runs them on a CPU if told so early.

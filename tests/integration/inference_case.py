@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from megatron_setup import initialize, make_config, make_experts_differ
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 VOCABULARY, LONGEST = 48, 64
 

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from megatron_setup import BATCH, EXPERTS, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 # fp64 sums of at most 9 terms of size ~1 in two orders differ by ~1e-15; 1e-12 leaves room for
 # weight gradients of ~100 products.  fp32: the same with 2^-24 instead of 2^-53.  bf16: a few units

@@ -18,8 +18,7 @@ from unittest import mock
 import torch
 from layer_case import options_shown
 from megatron_setup import initialize, make_config, make_experts_differ
-
-from megatron_ncclep.ranks.pool import RankContext
+from rank_pool import RankContext
 
 VOCABULARY, BATCH = 48, 2
 Results = dict[str, torch.Tensor]

@@ -1,15 +1,14 @@
 """Stands in for the extension where a test is about what Python asks of it.
 
-Methods, their arguments and attributes are those of `csrc/bindings`: nothing else can be called.
+Methods, their arguments and attributes are those of `_C.pyi`: nothing else can be called.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
-import re
 from collections import namedtuple
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,36 +22,52 @@ from megatron_ncclep.engines.native import low_latency as native_low_latency
 from megatron_ncclep.libraries import extension
 
 STREAM = 7
+STUB = Path(__file__).parents[2] / "megatron_ncclep" / "_C.pyi"
 
 
 @functools.cache
 def interface() -> dict[str, dict[str, list[str] | None]]:
-    """What `csrc/bindings` binds: class, or "" for the module -> name -> names of the arguments.
+    """What `_C.pyi` declares: class, or "" for the module -> name -> names of the arguments.
 
-    An attribute has None instead; a class has the arguments that make one.
+    "*" stands before arguments that need their names.  An attribute has None instead; the module
+    has classes that can be made, with the arguments that make one.
     """
-    folder = Path(__file__).parents[2] / "csrc" / "bindings"
-    text = "".join(path.read_text() for path in sorted(folder.glob("*.cpp")))
     found: dict[str, dict[str, list[str] | None]] = {"": {}}
-    made = ""
-    for before, piece in pairwise(re.split(r"(?=py::class_<|\.def|\.attr\()", text)):
-        name, arguments = re.search(r'"(\w+)"', piece), re.findall(r'"(\w+)"_a', piece)
-        is_module = before.endswith("module")
-        if name and piece.startswith("py::class_"):
-            made = name[1]
-            found[made] = {}
-        elif piece.startswith(".def(py::init"):
-            found[""][made] = arguments
-        elif name and (is_module or not piece.startswith(".attr")):
-            owner = found["" if is_module else made]
-            owner[name[1]] = arguments if piece.startswith(".def(") else None
+
+    def add(owner: str, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.AnnAssign):
+            found[owner][ast.unparse(statement.target)] = None
+        elif isinstance(statement, ast.ClassDef):
+            found[statement.name] = {}
+            for member in statement.body:
+                add(statement.name, member)
+        elif isinstance(statement, ast.FunctionDef):
+            given = statement.args
+            names = [a.arg for a in given.args if a.arg != "self"]
+            names += ["*"] * bool(given.kwonlyargs) + [a.arg for a in given.kwonlyargs]
+            if statement.name == "__init__":
+                found[""][owner] = names
+            else:
+                found[owner][statement.name] = None if statement.decorator_list else names
+
+    for statement in ast.parse(STUB.read_text()).body:
+        add("", statement)
     return found
 
 
-FakeFailure = namedtuple(
-    "FakeFailure", interface()["GroupFailure"], defaults=("late", "dispatch", 1, 9, 2.0, 0, 0)
+def fake_of(bound_as: str, **values: Any) -> Any:
+    """A named tuple with the attributes of a class, which `values` has all."""
+    assert values.keys() == interface()[bound_as].keys()
+    return namedtuple(f"Fake{bound_as}", values, defaults=values.values())  # type: ignore[misc]
+
+
+FakeFailure = fake_of(
+    "GroupFailure", reason="late", phase="dispatch", peer=1, operation=9, deadline_s=2.0,
+    own_call=0, peer_call=0,
+)  # fmt: skip
+FakePlanSizes = fake_of(
+    "PlanSizes", num_rows=5, num_pairs=2, num_assignments=3, first_bad_rank=-1, has_room=True
 )
-FakePlanSizes = namedtuple("FakePlanSizes", interface()["PlanSizes"], defaults=(5, 2, 3, -1, True))
 
 
 class Fake:
@@ -70,7 +85,11 @@ class Fake:
 
     def __init__(self, bound_as: str, **answers: Any) -> None:
         members = interface()[bound_as]
-        self.methods = {name: names for name, names in members.items() if names is not None}
+        self.methods = {
+            name: [argument for argument in names if argument != "*"]
+            for name, names in members.items()
+            if names is not None
+        }
         vars(self).update(dict.fromkeys(members.keys() - self.methods.keys(), 0))
         self.calls: list[tuple[str, Any]] = []
         self.answers = answers

@@ -19,6 +19,7 @@ import torch
 from fake_extension import Fake, FakeExtension
 from fakes import ThreadGroup, on_threads
 from patience import patient
+from rank_pool import RankContext
 
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
@@ -38,7 +39,6 @@ from megatron_ncclep.libraries.search import Library
 from megatron_ncclep.ranks import nodes
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes
-from megatron_ncclep.ranks.pool import RankContext
 
 NUM_RANKS = 3
 

@@ -26,13 +26,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from patience import patient
+from rank_pool import RankContext
 
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.

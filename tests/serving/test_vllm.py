@@ -15,10 +15,10 @@ import pytest
 import real_vllm
 import torch
 from patience import PatientPool
+from rank_pool import RankContext
 
 from megatron_ncclep.errors import InputError, IntegrationError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 PAIR = "megatron_ncclep.vllm.pair"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"

@@ -12,13 +12,14 @@ import pytest
 import yaml
 from small_job import MODEL, ROOT, TIMEOUT_S, environment, write_text
 
+from benchmarks.flops import flops_per_token
 from megatron_ncclep import cli
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import corpus
 from megatron_ncclep.training.command import NEEDED
 from megatron_ncclep.training.model import transformer_config
-from megatron_ncclep.training.settings import Settings, flops_per_token, layer_pattern
+from megatron_ncclep.training.settings import Settings, layer_pattern
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

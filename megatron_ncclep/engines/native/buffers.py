@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from megatron_ncclep.engines.native.plan import NativePlan, PlanCapacity
 from megatron_ncclep.errors import InputError
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 _Buffers = TypeVar("_Buffers")
 
@@ -65,7 +68,7 @@ class PlanBuffers:
 
     @classmethod
     def allocate(
-        cls, native: Any, capacity: PlanCapacity, topk_idx: torch.Tensor, may_drop: bool
+        cls, native: _C.GroupHandle, capacity: PlanCapacity, topk_idx: torch.Tensor, may_drop: bool
     ) -> PlanBuffers:
         """Allocate on the device of `topk_idx`, [num_tokens, top_k].
 

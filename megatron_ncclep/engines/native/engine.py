@@ -147,6 +147,7 @@ class NativeEngine(HostProtocol):
         )
         if sizes is None:
             self._shared.raise_failure()
+        assert sizes is not None  # otherwise the device has reported a failure, which was raised
         if sizes.first_bad_rank >= 0:
             self._raise_bad_routing(topk_idx)
         plan.num_rows = sizes.num_rows

@@ -9,7 +9,7 @@ no host has checked; the group remains usable after those.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,6 +20,9 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
 from megatron_ncclep.ranks.nodes import Nodes
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
@@ -62,7 +65,7 @@ class NativeGroup:
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
         self.domains = Nodes(group.size // communicator.lsa_size, communicator.lsa_size)
-        self.native: Any = on_all_ranks(
+        self.native: _C.GroupHandle = on_all_ranks(
             group,
             "making the native engine",
             lambda: self.module.GroupHandle(communicator, num_experts, timeout_s),

@@ -8,7 +8,7 @@ which the other ranks write: nothing is copied, and its addresses never change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,6 +19,9 @@ from megatron_ncclep.engines.native.buffers import aligned, try_allocate
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 _Result = TypeVar("_Result")
 _Arguments = dict[str, torch.Tensor | None]
@@ -58,7 +61,7 @@ class NativeLowLatency:
         shared.begin(timeout_s)
         communicator_of(group, timeout_s)  # held for as long as the window
         try:
-            self._native: Any = shared.module.LowLatencyHandle(
+            self._native: _C.LowLatencyHandle = shared.module.LowLatencyHandle(
                 shared.native,
                 max_tokens=sizes.max_tokens,
                 hidden=sizes.hidden,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native.group import NativeGroup
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 # An exact plan has room for this many times the assignments that are expected to arrive.
 HEADROOM = 1.25
@@ -34,7 +37,7 @@ class NativePlan(RoutePlan):
     token_routes: torch.Tensor
     routes: torch.Tensor
     most_tokens: int
-    handle: Any
+    handle: _C.PlanHandle
     stream: int
     shared: NativeGroup
     rows_on_host: torch.Tensor | None

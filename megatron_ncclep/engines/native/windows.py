@@ -7,18 +7,23 @@ reach each other's (`csrc/native/host/window_check.h`).
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks.group import EpGroup
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 MIB = 2**20
 # Windows are made for a multiple of this many tokens, or of a larger step for large batches.
 MIN_TOKENS = 128
 
 
-def reserve(group: EpGroup, native: Any, num_tokens: int, top_k: int, row_bytes: int) -> None:
+def reserve(
+    group: EpGroup, native: _C.GroupHandle, num_tokens: int, top_k: int, row_bytes: int
+) -> None:
     """Make sure that windows are large enough; log on rank 0 how they have grown.
 
     Collective when they grow, with the same arguments; waits for the device then.  The deadline is

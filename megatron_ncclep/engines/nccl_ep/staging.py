@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+
+if TYPE_CHECKING:
+    from megatron_ncclep import _C
 
 # The most tokens of a rank that libnccl_ep supports.
 MAX_TOKENS = 8192
@@ -82,12 +85,12 @@ class OpenLibrary:
     """A libnccl_ep that this process has opened.
 
     Attributes:
-        native: the `_C.NcclEp`.
+        native: the library.
         modes: the environment variables to set when it makes a group.
         adds_by_assignment: combine adds the ranks' parts in the order of a token's assignments.
     """
 
-    native: Any
+    native: _C.NcclEp
     modes: dict[str, str]
     adds_by_assignment: bool
 

@@ -29,9 +29,9 @@ from megatron_ncclep.integration.experts.refusals import config_problem
 from megatron_ncclep.ranks.group import EpGroup
 
 # Where torch's GEMMs and Megatron's experts took equally long. One H100, 2026-11-24, experts alone,
-# forward and backward into main_grad with gradient_accumulation_fusion,
-# `ncclep bench --subjects experts:megatron,experts:grouped`: G multiply-adds, and how many times as
-# fast torch's were
+# forward and backward into main_grad with gradient_accumulation_fusion, `python -m benchmarks
+# --subjects experts:megatron,experts:grouped`: G multiply-adds, and how many times as fast torch's
+# were
 #
 #     0.8   qwen3-30b-a3b              3.31
 #     1.1   gpt-oss-120b               1.32

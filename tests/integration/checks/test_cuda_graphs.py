@@ -20,15 +20,15 @@ import torch
 from megatron_setup import initialize
 from megatron_setup import make_config as small_config
 from on_ranks import IS_RANK
+from rank_pool import RankContext
 
 import megatron_ncclep
+from benchmarks import training_model
 from megatron_ncclep import EpConfig, engines
-from megatron_ncclep.benchmark import training_model
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import GroupClosedError, RowsDroppedError, UnsupportedError
 from megatron_ncclep.integration.experts.layer_experts import need_no_host
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.alone, pytest.mark.each_release]
 

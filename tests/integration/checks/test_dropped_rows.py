@@ -13,14 +13,14 @@ import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
+from rank_pool import RankContext
 from test_reruns import RERUN, STAGES, WHOLE, is_moe
 from trainer import Model, ModelCase
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError
-from megatron_ncclep.integration.rerun.engines import LayerEngines
-from megatron_ncclep.ranks.pool import RankContext
+from megatron_ncclep.integration.layer_engines import LayerEngines
 
 pytestmark = pytest.mark.each_release
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from rank_pool import RankContext
 
 from megatron_ncclep import error_reporting as failures
 from megatron_ncclep.config import EpConfig
@@ -21,7 +22,6 @@ from megatron_ncclep.errors import (
     UnsupportedError,
 )
 from megatron_ncclep.integration.checks.unsupported import REFUSALS, check_supported
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

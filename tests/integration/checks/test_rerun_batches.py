@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from rank_pool import RankContext
 from test_reruns import RERUN, ROUTER, WHOLE, Collapsing
 
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.rerun.batches import Batches
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

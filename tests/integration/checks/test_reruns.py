@@ -20,14 +20,14 @@ import torch
 from adam_training import Training
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import IS_RANK, gathered
+from rank_pool import RankContext, RankError, RankPool
 from trainer import ModelCase, Results, differences
 
-from megatron_ncclep.benchmark import training_model
+from benchmarks import training_model
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.integration.rerun import limit
 from megatron_ncclep.integration.rerun.limit import MOST_LOAD, FollowedLimit
 from megatron_ncclep.integration.rerun.state import ModelState, Snapshot
-from megatron_ncclep.ranks.pool import RankContext, RankError, RankPool
 
 pytestmark = pytest.mark.each_release
 
@@ -36,7 +36,7 @@ if IS_RANK:
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_ncclep.integration.rerun.engines import LayerEngines
+    from megatron_ncclep.integration.layer_engines import LayerEngines
 
 EXACT = EpConfig(engine="reference", experts="grouped", metrics_interval=10**6)
 RERUN = replace(EXACT, max_recv_rows="1.3x", on_overflow="rerun")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
+from rank_pool import RankContext
 from torch.optim import optimizer as torch_optimizer
 
 from megatron_ncclep.config import EpConfig
@@ -18,7 +19,6 @@ from megatron_ncclep.errors import EpError, PeerError
 from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
 from megatron_ncclep.integration.patching import is_changed
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

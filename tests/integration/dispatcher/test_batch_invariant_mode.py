@@ -16,11 +16,11 @@ import pytest
 import torch
 from megatron_setup import HIDDEN, build_layer, ep_config, initialize, make_config
 from on_ranks import IS_RANK
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.checks.batch_invariance import warn_of_experts
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
+from rank_pool import RankContext, RankPool
 
 from megatron_ncclep import metrics
 from megatron_ncclep.config import EpConfig
@@ -19,7 +20,6 @@ from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 from megatron_ncclep.ops.nvtx import step_range
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 RANKS, EXPERTS, LAYERS = 4, 8, 2
 # Per rank, for about 48 that come on average: many are dropped.

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
+from rank_pool import RankContext
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

@@ -20,6 +20,7 @@ from fixtures import closed
 from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
 from patience import PatientPool, patient
+from rank_pool import RankContext
 from rebuilding_case import growth, held, mapped
 
 import megatron_ncclep
@@ -28,7 +29,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import GroupClosedError, PeerError
 from megatron_ncclep.metrics import Metrics
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 LAYERS, RANKS, MODELS = 2, 2, 8
 LONG_S = patient(60)

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from layer_case import LayerCase, assert_same_training
+from rank_pool import RankContext
 from test_moe_layer import SHARED_OVERLAP
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "ep1": {"ep": 1},

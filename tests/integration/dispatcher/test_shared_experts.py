@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, log_calls, make_config
+from rank_pool import RankContext
 from test_moe_layer import SHARED_OVERLAP
 
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

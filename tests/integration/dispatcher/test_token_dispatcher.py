@@ -12,10 +12,15 @@ import torch
 import torch.distributed as dist
 from test_nodes_static import Far, InsideWithoutWaits, NoMethodReads, NoOperatorReads
 
-from megatron_ncclep import engines, envs
-from megatron_ncclep.config import EpConfig
+from megatron_ncclep import engines
+from megatron_ncclep.config import VARIABLES, EpConfig
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration.checks.assignments import (
+    require_columns_for_all_slices,
+    require_order_of_ranks,
+    require_usable_bound,
+)
 from megatron_ncclep.ranks.group import EpGroup
 
 NUM_EXPERTS, TOP_K = 4, 2
@@ -83,7 +88,8 @@ def test_every_option_reaches_the_engine(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_environment: bool
 ) -> None:
     """No test noticed a dispatcher that ignored num_sms and timeout_s: results do not show them."""
-    monkeypatch.setattr(envs, "ENGINES", (*envs.ENGINES, OPTIONS.engine))
+    of_engine = dataclasses.replace(VARIABLES["NCCLEP_ENGINE"], choices=None)
+    monkeypatch.setitem(VARIABLES, "NCCLEP_ENGINE", of_engine)
     for field in dataclasses.fields(EpConfig):
         if field.name == "max_recv_gib":  # the dispatcher's own
             continue
@@ -195,24 +201,33 @@ def test_capacity_padding_that_static_mode_has_no_room_for(
 
 
 def test_groups_and_assignments_that_slices_of_experts_do_not_allow(
-    make: Callable[..., Any],
+    make: Callable[..., Any], process_group: dist.ProcessGroup
 ) -> None:
-    """2 ranks are said to share an expert, in a group of one; 2 x 2 assignments are more than 3."""
-    few = dataclasses.replace(EXACT, engine="few-assignments")
+    """2 ranks are said to share an expert, in a group of one; 2 x 2 assignments are more than 3.
+
+    An engine in this group is refused before, because it has fewer ranks than slices.
+    """
+    config = SimpleNamespace(num_moe_experts=NUM_EXPERTS, moe_router_topk=TOP_K)
+
+    def limited(name: str) -> Any:
+        return SimpleNamespace(caps=engines.ENGINES[name].caps, config=STATIC)
+
     with pytest.raises(
         InputError,
         match=r"topk=2 with .* size 2: .* 4 assignments, and engine 'few-assignments' takes at "
         r"most 3: set expert_tensor_parallel_size to 1 or less, or choose engine 'reference'",
     ):
-        make(few, pads=False, slices=2)
+        require_columns_for_all_slices(config, limited("few-assignments"), 2)
+    expt_tp = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(
         UnsupportedError, match=r"is rank 0 of 1 in tp_ep, but rank 0 of 2 in expt_tp and rank 0"
     ):
-        make(EXACT, pads=False, slices=2)
-    enough = dataclasses.replace(EXACT, engine="one-for-each", max_recv_rows=64)
+        require_order_of_ranks(EpGroup.of(process_group), process_group, expt_tp, 60.0)
     with pytest.raises(
         InputError,
         match="all 4 experts, each in 2 slices, and engine 'one-for-each' takes at most 4",
     ):
-        make(enough, slices=2)
-    make(enough)
+        require_usable_bound(config, limited("one-for-each"), 2)
+    with pytest.raises(InputError, match="ranks_per_expert is 2"):
+        make(EXACT, slices=2)
+    make(dataclasses.replace(EXACT, engine="one-for-each", max_recv_rows=64))

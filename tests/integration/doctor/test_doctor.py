@@ -20,12 +20,12 @@ import torch.distributed as dist
 from fixtures import closed
 from fork_server import ForkServer
 from patience import patient
+from rank_pool import RankContext, RankError, RankPool
 
 from megatron_ncclep.doctor import SECTIONS, choice, examine
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH
-from megatron_ncclep.ranks.pool import RankError, RankPool
 
 # What ranks of a job have in their environment; this is none.
 AS_RANK = (
@@ -180,9 +180,11 @@ def test_table_is_aligned_and_wrapped() -> None:
 
 
 def test_the_answers_of_ranks(megatron_pool: RankPool) -> None:
-    """Over the pool of the other tests; with GPUs `ncclep doctor` makes one of its own."""
+    """Over the pool of the other tests; `ncclep doctor` starts ranks of its own."""
     pool = megatron_pool
-    found = {finding.subject: finding for finding in choice.answers_of_ranks(pool)}
+    sent = iter(zip(*pool.run(answers_of_rank), strict=True))
+    ask = choice.answers_of_ranks(pool.size, pool.backend, lambda: list(next(sent)))
+    found = {finding.subject: finding for finding in ask}
     assert list(found) == ["nodes", *(f"engine {name}" for name in ENGINES), "engine auto"]
     assert found["nodes"].value == f"1 x {pool.size} (nodes x ranks)"
     can = f"can run over {pool.backend}"
@@ -191,20 +193,24 @@ def test_the_answers_of_ranks(megatron_pool: RankPool) -> None:
     assert not any(finding.problem for finding in found.values())
 
 
-def test_ranks_that_fail_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def answers_of_rank(ctx: RankContext) -> list[Any]:
+    sent: list[Any] = []
+    choice.tell_answers(ctx, sent.append)
+    return sent
+
+
+def test_ranks_that_fail_are_a_problem() -> None:
     """Smaller numbers of ranks keep their answers; larger ones are not asked."""
     asked = []
 
-    class Pool:
-        size, backend = 4, "nccl"
+    def receive() -> list[choice.Answer | None]:
+        asked.append(number := len(asked) + 1)
+        if number == 3:
+            raise RankError("--- rank 2 ---\nTraceback\nPeerError: rank 2 is late")
+        answer = choice.Answer("reference", dict.fromkeys(ENGINES, None))
+        return [answer] * number + [None] * (4 - number)
 
-        def run(self, function: object, *, ranks: int, timeout: float) -> list[choice.Answer]:
-            asked.append(ranks)
-            if ranks == 3:
-                raise RankError("--- rank 2 ---\nTraceback\nPeerError: rank 2 is late")
-            return [choice.Answer("reference", dict.fromkeys(ENGINES, None))] * ranks
-
-    *found, failure = choice.answers_of_ranks(Pool())  # type: ignore[arg-type]
+    *found, failure = choice.answers_of_ranks(4, "nccl", receive)
     assert asked == [1, 2, 3]
     assert found[-1] == Finding("engine auto", "1..2 ranks: takes reference")
     assert failure.subject == "engines for 3 ranks"
@@ -212,30 +218,18 @@ def test_ranks_that_fail_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NCCL_DEBUG=INFO" in str(failure.problem)
 
 
-def test_the_lsa_domain(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pool:
-        size = 4
+def test_the_lsa_domain() -> None:
+    def fail() -> list[Any]:
+        raise RankError("LibraryError: ncclCommInitRank: no")
 
-        problem = "NCCL offers its kernels no network"
-
-        def run(self, function: object, *, timeout: float) -> list[tuple[int, str]]:
-            if self.size == 3:
-                raise RankError("LibraryError: ncclCommInitRank: no")
-            return [(2, "")] * (self.size - 1) + [(2, self.problem)]
-
-    pool: Any = Pool()
-    monkeypatch.setattr(choice.extension, "unavailable_reason", lambda: None)
-    finding, network = choice.lsa_domain(pool)
+    told = [(2, ""), (2, ""), (2, ""), (2, "NCCL offers its kernels no network")]
+    finding, network = choice.lsa_domain(4, lambda: told)
     assert finding.value.startswith("2 of 4 GPUs reach each other's memory")
     assert network.value.endswith("NCCL offers its kernels no network")
-    pool.problem = ""
-    _, network = choice.lsa_domain(pool)
+    _, network = choice.lsa_domain(4, lambda: told[:3])
     assert network.value == "NCCL offers one (GIN)"
-    pool.size = 3
-    (finding,) = choice.lsa_domain(pool)
+    (finding,) = choice.lsa_domain(4, fail)
     assert "ncclCommInitRank: no" in str(finding.problem)
-    pool.size = 1
-    assert not [*choice.lsa_domain(pool)]
 
 
 def break_gloo() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from changed_experts import CHANGES, train
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

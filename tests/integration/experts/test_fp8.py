@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from megatron_setup import HIDDEN, build_layer, initialize, make_config
+from rank_pool import RankContext
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.checks.fp8 import align_for_experts
 from megatron_ncclep.integration.experts.layer_experts import need_no_host
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

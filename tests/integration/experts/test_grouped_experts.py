@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from adam_training import SAME, Training, checkpoints_written
 from megatron_setup import BATCH, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
+from rank_pool import RankContext
 from trainer import ModelCase
 
-from megatron_ncclep.benchmark.shapes import load
+from benchmarks.shapes import load
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext
 
 GROUPED = EpConfig(experts="grouped")
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}

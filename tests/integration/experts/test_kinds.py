@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from inference_case import Weights
 from megatron_setup import EXPERTS, build_layer, initialize, make_config, make_experts_differ
+from rank_pool import RankContext
 
 from megatron_ncclep import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.alone, pytest.mark.each_release]
 

@@ -25,6 +25,7 @@ from inference_case import (
     use_whole_numbers,
 )
 from megatron_setup import has, initialize
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import (
@@ -35,7 +36,6 @@ from megatron_ncclep.errors import (
     UnsupportedError,
 )
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from patience import patient
+from rank_pool import RankContext, RankPool
 
 from megatron_ncclep import cpu
 from megatron_ncclep.cpu import torch_calls
 from megatron_ncclep.cpu.torch_calls import replace
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
-from megatron_ncclep.ranks.pool import RankContext, RankPool
 
 pytestmark = pytest.mark.each_release
 

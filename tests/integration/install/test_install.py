@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from megatron_setup import has
 from patience import patient
+from rank_pool import RankContext
 
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.integration.import_hook import after_import
-from megatron_ncclep.ranks.pool import RankContext
 
 
 def run_python(program: str, *words: str, **environment: str) -> str:

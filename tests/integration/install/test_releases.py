@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_versions import INSTALLED, SUPPORTED
+from rank_pool import RankContext
 
 from megatron_ncclep import create_engine
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.integration.releases import MEGATRON
 from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH, untested_torch
-from megatron_ncclep.ranks.pool import RankContext
 
 
 def test_the_range_is_the_tested_one() -> None:

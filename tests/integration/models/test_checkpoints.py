@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from adam_training import SAME, Training, checkpoints_written
+from rank_pool import RankContext
 from trainer import ModelCase
-
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
 from patience import patient
+from rank_pool import RankContext
 
 from megatron_ncclep.config import FIRST_TIMEOUT_S, EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 # What users have in the first step: a rank that compiles takes minutes where there is much else to
 # do, and the others wait for it in every call.

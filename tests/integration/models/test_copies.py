@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from rank_pool import RankContext
 from torch.optim.swa_utils import AveragedModel
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 FOLLOWS = EpConfig(max_recv_rows="auto", on_overflow="rerun", metrics_interval=1)
 STATIC = EpConfig(max_recv_rows="worst")

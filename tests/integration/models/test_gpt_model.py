@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from on_ranks import gathered
+from rank_pool import RankContext
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_training import SAME, Training, checkpoints_written
+from rank_pool import RankContext
 from test_gpt_model import full, selective
 from trainer import ModelCase
-
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.each_release, pytest.mark.since("0.19")]
 

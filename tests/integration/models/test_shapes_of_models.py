@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
+from rank_pool import RankContext
 from trainer import ModelCase, differences, train
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.each_release
 

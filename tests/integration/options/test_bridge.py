@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from megatron_setup import initialize, moe_submodules
+from rank_pool import RankContext
 from test_field import OPTIONS
 
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = pytest.mark.alone
 

@@ -12,13 +12,13 @@ import pickle
 import pytest
 from megatron_setup import has
 from on_ranks import IS_RANK
+from rank_pool import RankContext
 
 import megatron_ncclep
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.integration.patching import is_changed
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.alone, pytest.mark.each_release]
 

@@ -19,12 +19,12 @@ import pytest
 import yaml
 from megatron_setup import has, initialize, moe_submodules
 from on_ranks import IS_RANK
+from rank_pool import RankContext
 from test_field import OPTIONS
 
 from megatron_ncclep import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.options.field import resolve_options
-from megatron_ncclep.ranks.pool import RankContext
 
 pytestmark = [pytest.mark.alone, pytest.mark.each_release]
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron_setup import build_layer, initialize, make_config
 from numpy.typing import NDArray
 from on_ranks import gathered
+from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.gradient_averaging import TwoLevelAveraging, two_means
-from megatron_ncclep.ranks.pool import RankContext
 
 # A few roundings to fp32 of numbers up to about 5, in sums whose own error is below that.
 CLOSE = {"rtol": 1e-5, "atol": 3e-6}
@@ -185,7 +185,7 @@ def test_what_it_cannot_do_is_refused(ctx: RankContext) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"gradient_averaging": "sum"}, "must be 'mean' or 'a2sgd'"),
+        ({"gradient_averaging": "sum"}, r"must be one of \('mean', 'a2sgd'\)"),
         ({"resync_interval": 5}, "without gradient_averaging 'a2sgd'"),
         ({"gradient_averaging": "a2sgd", "resync_interval": -1}, "resync_interval -1"),
     ],

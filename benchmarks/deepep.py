@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.catalogue import DEEPEP, FUSED
+from benchmarks.library import places, put
 from megatron_ncclep.benchmark import Setting, Subject, UnavailableError, excused
-from megatron_ncclep.benchmark.engines import places, put, results_problem
-from megatron_ncclep.benchmark.job import DEEPEP, FUSED, split_name
+from megatron_ncclep.benchmark.engines import results_problem, split_name
 from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.engines.nccl_ep.engine import CAPS
 from megatron_ncclep.libraries.nccl_ep import environment

@@ -8,13 +8,10 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,34 +20,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks.launch import (
+    GRACE_S,
+    RankContext,
+    RankError,
+    join,
+    loopback_store,
+    variables,
+)
 
-# Seconds that the other ranks have to answer once one has failed.  If all ranks fail, all of them
-# answer within moments, even on a busy machine.  A rank that waits in a collective for the failed
-# one has nothing to add, and its own deadline may be minutes away.
-GRACE_S = 10.0
 # Signals a rank to write its stacks to stderr, and how long that may take: they do so in turns.
 DUMP, DUMP_S = signal.SIGUSR1, 0.2
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """The first argument of a function that runs on a rank.
-
-    Attributes:
-        rank: this process's rank.
-        num_ranks: R, ranks of `group`.
-        group: the process group of the ranks that run the function.
-        device: where the group's backend needs its tensors, "cpu" or "cuda".
-    """
-
-    rank: int
-    num_ranks: int
-    group: dist.ProcessGroup
-    device: str
-
-
-class RankError(AssertionError):
-    """A function raised on a rank, or a rank died or did not answer in time."""
 
 
 class RankPool:
@@ -66,8 +46,8 @@ class RankPool:
     must not use CUDA.
 
     With the backend nccl, ranks share GPUs if there are fewer GPUs and NCCL allows it
-    (`place.use_gpu`).  With `hosts` above 1, NCCL and this package treat the ranks as being on that
-    many hosts, with an equal number of neighbours on each.
+    (`megatron_ncclep.ranks.place.use_gpu`).  With `hosts` above 1, NCCL and this package treat the
+    ranks as being on that many hosts, with an equal number of neighbours on each.
     """
 
     def __init__(
@@ -188,26 +168,6 @@ class RankPool:
         self._pipes = list(ours)
 
 
-def loopback_store() -> TCPStore:
-    """Make a store in which ranks of this machine meet; it takes a free port.
-
-    torch's own listens on every interface, and what is in it leads to connections over which ranks
-    receive pickled objects, which can run any code: only this machine may reach it.
-    """
-    host = "127.0.0.1"
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    # Up to torch 2.6 the server that uses libuv accepts no socket.
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=False,
-    )
-
-
 def _packed(values: tuple[Any, ...]) -> bytes:
     """A job, or its answer: whether the function returned, and its result or the traceback.
 
@@ -240,15 +200,7 @@ def _fork_ranks(
     """Import what the ranks need, fork them, and wait for their end or for SIGTERM."""
     sys.path[:] = path
     torch.set_num_threads(1)
-    os.environ.update(
-        # Without the first, gloo is reached at the address of this machine's name.
-        {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
-        WORLD_SIZE=str(len(pipes)),
-        LOCAL_WORLD_SIZE=str(len(pipes)),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment})
     try:
         if prepare is not None:
             prepare()
@@ -282,8 +234,9 @@ def _fork_ranks(
                 if other is not pipe:
                     other.close()  # so that the pool notices when that rank dies
             if hosts > 1:
-                place.pretend_host(rank, len(pipes) // hosts)
-            _be_rank(rank, len(pipes), backend, pipe)
+                pretend_host(rank, len(pipes) // hosts)
+            os.environ.update(variables(rank, len(pipes), port))
+            _be_rank(len(pipes), backend, pipe)
         ranks.append(child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     for pipe in pipes:
@@ -296,17 +249,13 @@ def _fork_ranks(
         os.waitpid(rank, 0)
 
 
-def _be_rank(rank: int, size: int, backend: str, pipe: Connection) -> None:
+def _be_rank(size: int, backend: str, pipe: Connection) -> None:
     """Run jobs until the pool closes its end of the pipe, and end this process."""
     status = 1
     try:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        device = "cuda" if backend == "nccl" else "cpu"
-        if device == "cuda":
-            place.use_gpu(rank)
-        dist.init_process_group(backend, timeout=timedelta(seconds=300))
+        world = join(backend)
         groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
-        answer_jobs(rank, groups, device, pipe)
+        answer_jobs(world.rank, groups, world.device, pipe)
         status = 0
     except BaseException:
         with contextlib.suppress(ConnectionError):  # the pool is gone
@@ -315,6 +264,11 @@ def _be_rank(rank: int, size: int, backend: str, pipe: Connection) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # exit handlers belong to the process that forked
+
+
+def pretend_host(rank: int, ranks_on_each: int) -> None:
+    """Make this rank's process appear on one of several hosts; call before it uses NCCL."""
+    os.environ[place.HOST_ID] = f"host{rank // ranks_on_each}"
 
 
 def answer_jobs(

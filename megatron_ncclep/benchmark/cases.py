@@ -1,7 +1,7 @@
 """Cases: routings with a readable name, which any rank makes from the case alone.
 
-Shared by the tests and the benchmark: a measured shape is a case too, and `refusal` says which
-limit of an engine it exceeds.
+Shared with the tests: a measured shape is a case too, and `refusal` says which limit of an engine
+it exceeds.
 """
 
 from __future__ import annotations
@@ -51,12 +51,6 @@ class Case:
     def on(self, device: str) -> Case:
         """The same case with its tensors on `device`."""
         return dataclasses.replace(self, device=device)
-
-    def on_at_most(self, num_ranks: int) -> Case:
-        """The same case for at most `num_ranks` of its ranks: as many as divide its experts."""
-        most = min(num_ranks, self.num_ranks)
-        fitting = next(n for n in range(most, 0, -1) if self.num_experts % n == 0)
-        return dataclasses.replace(self, tokens=self.tokens[:fitting])
 
     @property
     def num_ranks(self) -> int:

@@ -25,24 +25,28 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
-from megatron_ncclep.benchmark import excused, job
-from megatron_ncclep.benchmark.job import CONTROL, Job, Variant, known_variant
-from megatron_ncclep.benchmark.layer_model import initialize
-from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
-from megatron_ncclep.benchmark.result import KINDS, TrainingResult, TrainResult
-from megatron_ncclep.benchmark.shapes import TrainingShape
-from megatron_ncclep.benchmark.training_model import (
+from benchmarks import catalogue
+from benchmarks.catalogue import CONTROL, Variant, known_variant
+from benchmarks.layer_model import initialize
+from benchmarks.result import KINDS, TrainingResult, TrainResult
+from benchmarks.shapes import TrainingShape
+from benchmarks.training_model import (
     EAGER_STEPS,
     Curve,
     SubjectModel,
     Text,
     load_text,
 )
+from megatron_ncclep.benchmark import excused
+from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
+
+if TYPE_CHECKING:
+    from benchmarks.job import Job
 
 # Compared with the control's; with graphs the one after the eager ones captures, the rest replay.
 CHECKED_STEPS = EAGER_STEPS + 3
@@ -109,7 +113,7 @@ class TrainingRun:
             result.max_recv_rows = self._job.max_recv_rows
         result.subjects = [entry.result for entry in entries]
         for entry in entries:
-            if reason := job.unavailable_reason(entry.choice, device, self._shape):
+            if reason := catalogue.unavailable_reason(entry.choice, device, self._shape):
                 entry.result.fail("unavailable", reason)
         if able := [entry for entry in entries if entry.result.status == "ok"]:
             ranks.step("text")
@@ -167,7 +171,7 @@ class TrainingRun:
             first, last = _curve_of(entry).losses[0], float(model.loss)
             if not last < first:  # also true of a NaN
                 entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
-            if dropped := job.dropped_problem(model.num_dropped, asked.max_recv_rows):
+            if dropped := catalogue.dropped_problem(model.num_dropped, asked.max_recv_rows):
                 entry.trouble = dropped
             if turn == 0:
                 result.memory = memory.growth()

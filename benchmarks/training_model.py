@@ -16,9 +16,9 @@ from typing import Any, get_args
 
 import torch
 
+from benchmarks.catalogue import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
+from benchmarks.layer_model import close_dispatcher
 from megatron_ncclep.benchmark import Setting, UnavailableError
-from megatron_ncclep.benchmark.job import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
-from megatron_ncclep.benchmark.layer_model import close_dispatcher
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.training import corpus, data

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused, job
-from megatron_ncclep.benchmark import layer_model as model
+from benchmarks import catalogue
+from benchmarks import layer_model as model
+from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused
 from megatron_ncclep.benchmark.engines import deviation
 from megatron_ncclep.benchmark.ranks import Clock, Timer
 from megatron_ncclep.benchmark.shapes import Workload
@@ -40,7 +41,7 @@ class DispatcherSubject(Subject):
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
         super().__init__(name, setting, workload)
-        choice = job.DISPATCHERS[name]
+        choice = catalogue.DISPATCHERS[name]
         with excused(Exception):  # none of this is ours
             model.initialize(setting)
         # MoELayer's shape is [sequence, batch, hidden].
@@ -136,8 +137,8 @@ class _Accumulating(Subject):
     _grad_out: torch.Tensor
 
     def __init__(self, name: str, setting: Setting, workload: Workload) -> None:
-        self._variant = job.known_variant(name)
-        if reason := job.unavailable_reason(self._variant, setting.device):
+        self._variant = catalogue.known_variant(name)
+        if reason := catalogue.unavailable_reason(self._variant, setting.device):
             raise UnavailableError(reason)
         super().__init__(name, setting, workload)
         with excused(Exception):  # none of this is ours
@@ -316,7 +317,7 @@ class LayerSubject(_Accumulating):
         problem = model.routing_problem(workload, self._rank, probs, routing_map)
         if dropped := getattr(self._dispatcher, "num_dropped", None):
             given = self._dispatcher.engine.config.max_recv_rows
-            problem = job.dropped_problem(int(dropped), given)
+            problem = catalogue.dropped_problem(int(dropped), given)
         found, shape = dict(results), self._workload.x.shape
         for name in (model.OUTPUT, model.HIDDEN_GRADIENT):
             found[name] = results[name].reshape(shape)

@@ -1,4 +1,4 @@
-"""Draw the result of `ncclep bench`, or the log of `ncclep train`: its metrics, or else its losses.
+"""Draw a bench.json, or the log of `ncclep train`: its metrics, or else its losses.
 
 A result has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
 the ceiling of the links, measured in the same run.  Whole layers and experts alone have separate
@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE, table
-from megatron_ncclep.benchmark import result as results
-from megatron_ncclep.benchmark.result import KINDS, LISTS
+from benchmarks import metrics_plot, table
+from benchmarks import result as results
+from benchmarks.result import KINDS, LISTS
+from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark.table import same_sizes, sizes
+from megatron_ncclep.cli import Parser
+from megatron_ncclep.error_reporting import run_told
 from megatron_ncclep.errors import InputError
-from megatron_ncclep.training import metrics_plot
 
+NAME = "benchmarks.plot"
 IDLE, STEP = "idle", "step"
 # Okabe and Ito's colours, which people with any colour vision can tell apart, and greys; neighbours
 # in a bar differ in lightness too.
@@ -45,7 +50,7 @@ BARS_OF_LINES = 8  # a panel of lines is as high as this many bars
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ncclep plot`."""
+    """Add the arguments of `python -m benchmarks.plot`."""
     add = parser.add_argument
     add(
         "result", metavar="BENCH_JSON|LOG_JSONL",
@@ -58,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run `ncclep plot` and return its exit status.
+def run(args: argparse.Namespace) -> int:
+    """Draw, and return the exit status.
 
     Raises:
         InputError: no such result, nothing in it to draw, or no matplotlib.
@@ -114,7 +119,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for training in result["trainings"]:
         if measured := [subject for subject in training["subjects"] if subject["step"]]:
             drawn.append((len(measured), partial(_draw_training, result=training)))
-    for group in table.same_sizes(result["low_latency"]):
+    for group in same_sizes(result["low_latency"]):
         if any(subject["passes"] for shape in group for subject in shape["subjects"]):
             drawn.append((BARS_OF_LINES, partial(_draw_low_latency, results=group)))
     if not drawn:
@@ -150,7 +155,7 @@ def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any
     _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.12)
     panel.set_xlabel("time of one forward and backward (microseconds)")
     shape = result["shape"]
-    head = f"{shape['name']}: T {shape['tokens']}, {table.sizes(shape)}{computing}"
+    head = f"{shape['name']}: T {shape['tokens']}, {sizes(shape)}{computing}"
     panel.set_title(head, fontsize=10)
 
 
@@ -232,7 +237,7 @@ def _draw_low_latency(panel: Any, results: list[dict[str, Any]]) -> None:
     panel.set_xlabel("tokens of a rank")
     panel.set_ylabel("microseconds, p50 to p99")
     where = "" if all(result["on_gpu"] for result in results) else ", ON A CPU"
-    panel.set_title(f"low-latency mode{where}: {table.sizes(results[0]['shape'])}", fontsize=10)
+    panel.set_title(f"low-latency mode{where}: {sizes(results[0]['shape'])}", fontsize=10)
     panel.grid(alpha=0.3)
 
 
@@ -250,3 +255,17 @@ def _keep(result: dict[str, Any], names: list[str]) -> None:
     for measured in every:
         kept = [subject for subject in measured["subjects"] if subject["name"] in names]
         measured["subjects"] = sorted(kept, key=lambda subject: names.index(subject["name"]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with `argv` (default: the process's) and return its exit status."""
+    parser = Parser(
+        prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    return run_told(NAME, lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks import catalogue
+from benchmarks.catalogue import DispatcherChoice
 from megatron_ncclep import cpu
-from megatron_ncclep.benchmark import Setting, UnavailableError, job
+from megatron_ncclep.benchmark import Setting, UnavailableError
 from megatron_ncclep.benchmark.engines import deviation
-from megatron_ncclep.benchmark.job import DispatcherChoice
 from megatron_ncclep.benchmark.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.logs import remarks_hidden
@@ -70,7 +71,7 @@ def initialize(setting: Setting) -> None:
         UnavailableError: Megatron-Core is not installed.
     """
     if not is_installed():
-        raise UnavailableError(job.INSTALL_MEGATRON)
+        raise UnavailableError(catalogue.INSTALL_MEGATRON)
     if setting.device == "cpu":
         cpu.enable()
     from megatron.core import parallel_state
@@ -185,7 +186,7 @@ def _build(setting: Setting, workload: Workload) -> Any:
     if workload.ffn_hidden_size is None:
         raise UnavailableError("the shape does not give ffn_hidden_size, the size of an expert")
     if on_gpu and importlib.util.find_spec("transformer_engine") is None:
-        raise UnavailableError(f"the experts need {job.INSTALL_ENGINE}")
+        raise UnavailableError(f"the experts need {catalogue.INSTALL_ENGINE}")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -193,7 +194,7 @@ def _build(setting: Setting, workload: Workload) -> Any:
 
     case = workload.case
     config = _make_config(
-        job.DISPATCHERS["alltoall"], setting, workload, {},
+        catalogue.DISPATCHERS["alltoall"], setting, workload, {},
         moe_ffn_hidden_size=workload.ffn_hidden_size, activation_func=F.silu,
         gated_linear_unit=True,
         bias_activation_fusion=on_gpu,  # as --swiglu does; on a CPU it would need a compiler

@@ -1,4 +1,4 @@
-"""The output of `ncclep bench --model-network`: traffic between nodes, computed, not measured."""
+"""`python -m benchmarks --model-network`: traffic between nodes, computed and not measured."""
 
 from __future__ import annotations
 

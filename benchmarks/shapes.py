@@ -1,0 +1,78 @@
+"""Shapes of trainings, and files that may hold them: benchmarks/configs/, configs/benchmark/."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_ncclep.benchmark import shapes
+from megatron_ncclep.benchmark.shapes import Shape, check_experts
+from megatron_ncclep.cli import config_files
+from megatron_ncclep.cli.config_files import Checked, at_least
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.training.settings import Settings
+
+CONFIGS = Path(__file__).parent / "configs"
+BATCH = "global-batch-size"  # set from the number of ranks
+
+
+@dataclass(frozen=True)
+class TrainingShape(Checked):
+    """A model and a batch, the same for every subject."""
+
+    name: str  # readable, unique in its file
+    model: str  # name or path of a model file, as for `ncclep train --model`
+    changes: dict[str, Any] = field(default_factory=dict)  # arguments that override it
+    microbatches: int = at_least(1, default=1)  # of one rank in one step
+
+    def __str__(self) -> str:
+        return f"training {self.name}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config_files.check_arguments("changes", self.changes)
+        if BATCH in self.changes:
+            raise InputError(f"{BATCH} follows from microbatches and ranks: leave it out")
+
+    def settings(self, num_ranks: int) -> Settings:
+        """The checked settings of the model on `num_ranks` ranks, the experts divided over all.
+
+        Raises:
+            InputError: no such model, a wrong argument, or experts that cannot be divided.
+        """
+        try:
+            per_rank = Settings.load(self.model, self.changes)["micro-batch-size"]
+            batch = {BATCH: per_rank * self.microbatches * num_ranks}
+            settings = Settings.load(self.model, self.changes | batch)
+        except InputError as error:
+            raise InputError(f"{self}: {error}") from error
+        check_experts(self, settings["num-experts"], num_ranks)
+        return settings
+
+
+@dataclass(frozen=True)
+class Measurement(shapes.Measurement):
+    """A file with shapes, trainings, or both."""
+
+    trainings: tuple[TrainingShape, ...] = ()  # for subjects that train
+
+    ITEMS: ClassVar[dict[str, type]] = {"shapes": Shape, "trainings": TrainingShape}
+
+
+def names() -> list[str]:
+    """The names of the files that `load` finds."""
+    own = {path.stem for path in CONFIGS.glob("*.yaml")}
+    return sorted(own | set(config_files.names(config_files.BENCHMARK)))
+
+
+def load(name_or_path: str) -> Measurement:
+    """Read a file of benchmarks/configs/ or configs/benchmark/, or one at a path.
+
+    Raises:
+        InputError: see `shapes.load`.
+    """
+    own = str(CONFIGS / f"{name_or_path}.yaml")  # perhaps too long for pathlib
+    found: Measurement = shapes.load(own if os.path.isfile(own) else name_or_path, Measurement)
+    return found

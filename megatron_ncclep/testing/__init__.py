@@ -1,1 +1,0 @@
-"""Cases, payloads and the table oracle, which the tests and the benchmark share."""
