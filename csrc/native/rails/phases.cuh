@@ -83,14 +83,17 @@ __device__ const char* rows_from(const KernelContext& me, int source, std::uint6
 }
 
 // Puts what is staged of a phase to the rail peers, after the phase before, which another CTA may
-// have completed: they count the phases.  Called by one thread.
+// have completed: they count the phases.  That CTA's puts have deadlines, and name who is late.
+// Called by one thread.
 template <typename R, typename Job>
 __device__ void put_phase(const KernelContext& me, const R& rails, const Job& job, int phase,
                           std::uint64_t parity, std::uint64_t calls, std::uint64_t epoch) {
   const auto is_next = [&] {
     return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == phase;
   };
-  if (!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)) return;
+  while (!is_next()) {
+    if (has_failed(me)) return;
+  }
   const RailRows rows{me.dispatch_bytes, me.control.num_domains};
   const int start = phase_start(job, phase), end = phase_start(job, phase + 1);
   const int own = me.control.domain_of(me.rank);
