@@ -152,18 +152,6 @@ MISTAKES = {
     "queues: who has put keeps the queue": (
         "native/device/rails.cuh", "atomicExch(is_in_use, 0u);", "",
         "rails-plans", 2, "a wait was in vain"),
-    "queues: routes are announced though some were not put": (
-        "native/plan/plan_rails.cuh", "are_put = «are_put» &&", "true",
-        "short-rails-cut", 4, "plan: "),
-    "queues: rows are announced though their weights were not put": (
-        "native/rails/phases.cuh",
-        "if («!put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, at, at, num_bytes)»)",
-        "(put(me, rails, Phase::kDispatch, epoch, kControlWindow, domain, at, at, num_bytes), false)",
-        "short-rails-cut", 4, "dispatch: weight"),
-    "queues: sums are announced though their values were not put": (
-        "native/rows/domain_sums.cuh",
-        "4 * number * job.top_k)) {\n          «return;»", "",
-        "short-rails-cut", 4, "combine: weights"),
     "queues: a last word has no deadline": (
         "native/device/stop.cu",
         "me.deadline_ns)) «return false;»", "continue;",

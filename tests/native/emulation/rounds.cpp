@@ -159,8 +159,10 @@ class WithFailure {
         failed_in_(ranks_, kNever) {
     // Ranks give up at different times, now and then.
     for (auto& deadline_ns : sequence.deadlines_ns) {
-      deadline_ns = emu::kJump * between(0, 2) + emu::kJump / 2;
+      deadline_ns = emu::kJump * (how_ == Failing::kIsCut ? 4 : between(0, 2)) + emu::kJump / 2;
     }
+    // So what the victim puts after it has given up still comes in time.
+    if (how_ == Failing::kIsCut) sequence.deadlines_ns[victim_] = emu::kJump / 2;
     sequence.before_kernel = [this](int rank) {
       if (rank == victim_ && !has_stopped_) maybe_stop();
       if (has_stopped_ && has_late_ctas_ && between(0, 1) == 0) emu::delay(rank, between(1, 4));
@@ -198,7 +200,7 @@ class WithFailure {
     has_stopped_ = true;
     stopped_in_ = step;
     if (how_ == Failing::kIsCut) {
-      const bool is_for_good = between(0, 1) == 0;
+      const bool is_for_good = between(0, 3) == 0;
       sequence_.cut(victim_, [this, is_for_good] {
         return !is_for_good && sequence_.states[victim_].failed != 0;
       });
