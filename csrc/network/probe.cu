@@ -31,7 +31,7 @@ __global__ void probe_kernel(Rail rail, Probe job) {
     signals = read_signal(rail, peer);
   } while ((!is_put || signals < job.round) &&
            ns_since(start) <= static_cast<std::int64_t>(job.deadline_ns));
-  job.arrivals[peer] = {load_relaxed(job.window + arrived + peer), signals};
+  job.arrivals[peer] = {load_relaxed(job.window + arrived + peer), signals, is_put};
 }
 
 }  // namespace

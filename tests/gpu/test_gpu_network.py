@@ -34,14 +34,17 @@ START_S, DEADLINE_S = 60.0, 3.0
 
 
 @contextmanager
-def network(ctx: RankContext, fails: bool, fault: str = "") -> Iterator[tuple[Any, Any]]:
+def network(
+    ctx: RankContext, fails: bool, fault: str = "", receives: int = 8
+) -> Iterator[tuple[Any, Any]]:
     """Rails and a window of a group of their own.
 
     Args:
         fails: at the end this rank gives them up, as after a failure, without the other ranks.
         fault: of this rank's link (tests/network/link.h).
+        receives: of the plugin, likewise.
     """
-    set_fault(fault)
+    set_fault(fault, receives)
     native, group = extension.load(), EpGroup.of(ctx.group)
     try:
         communicator = communicator_of(group, START_S)
@@ -111,6 +114,33 @@ def test_a_put_that_does_not_come_is_named_in_time(
     assert len(missed) == (len(peers) if fault == "stop" else 1)
     for rank in missed:
         assert f"rank {rank} of {ctx.num_ranks}: put number 3 of rank 0" in texts[rank]
+
+
+def test_a_put_into_a_full_queue_ends_in_time(ctx: RankContext, hosts: int) -> None:
+    """What rank 0 puts is not sent, and it puts more than NCCL's queue to a peer has places.
+
+    NCCL's own put waits for room without an end, and the rank hung until its launcher killed it.
+    """
+    mine = f"stop:{counters(PLUGIN)['puts'] + 1}" if ctx.rank == 0 else ""
+    start, texts = time.monotonic(), []
+    with network(ctx, fails=True, fault=mine, receives=1) as (rails, window):
+        for _ in range(34):
+            try:
+                rails.probe(window, DEADLINE_S / 30)
+                texts.append("")
+            except PeerError as error:
+                texts.append(str(error))
+            gathered(ctx, None)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < START_S
+    if ctx.rank == 0:
+        assert texts[:32] == [""] * 32
+        for text in texts[32:]:
+            assert f"rank 0 of {ctx.num_ranks}: the network (proxy) has not taken put" in text
+    elif ctx.rank % (ctx.num_ranks // hosts) == 0:
+        assert all("of rank 0, of domain 0, has not come" in text for text in texts)
+    else:
+        assert texts == [""] * 34
 
 
 def counted(ctx: RankContext, call: Callable[[], Any]) -> tuple[Any, tuple[int, int], int]:

@@ -114,32 +114,40 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
   const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
   const int num_local = layout.num_local(), chunks = layout.max_chunks() + 1;
   if (has_rail_peer(me, domain)) {
-    const auto put_part = [&](std::size_t to, std::size_t from, std::size_t num_bytes,
-                              RailSignal signal = kNumRailSignals) {
-      return put(me, rails, Phase::kRoutes, plans, kControlWindow, domain, to, from, num_bytes,
-                 signal);
-    };
+    // Three parts for each rank there, and the node tokens.  One place in the code
+    // puts them: each takes registers.
     bool are_put = true;
-    for (int place = 0; place < locals && are_put; ++place) {
-      const std::size_t rank = domain * locals + place, to = local_rank(me, place);
-      int assignments = 0;
-      for (int local = 0; local < num_local; ++local) {
-        assignments += __ldcg(scratch.totals + rank * num_local + local);
+    for (int part = 0; part <= 3 * locals && are_put; ++part) {
+      const std::size_t rank = domain * locals + part / 3, to = local_rank(me, part / 3);
+      RailSignal signal = kNumRailSignals;
+      std::size_t at, from, num_bytes;
+      if (part == 3 * locals) {
+        const int names = num_chunks_of(plan.num_tokens) * kChunk;
+        at = there.nodes(own);
+        from = there.sent_nodes(domain);
+        num_bytes = std::size_t{4} * (plan.most_chunks + 1 + names);
+        signal = kRoutesPut;
+      } else if (part % 3 == 0) {
+        const std::size_t row = layout.assignments() * sizeof(AssignmentRoute);
+        at = there.assignment_routes() + to * row;
+        from = layout.assignment_routes() + rank * row;
+        num_bytes = 0;
+        for (int local = 0; local < num_local; ++local) {
+          num_bytes += __ldcg(scratch.totals + rank * num_local + local) * sizeof(AssignmentRoute);
+        }
+      } else if (part % 3 == 1) {
+        const std::size_t row = layout.max_tokens * sizeof(PairRoute);
+        at = there.pair_routes() + to * row;
+        from = layout.pair_routes() + rank * row;
+        num_bytes = __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute);
+      } else {
+        at = there.chunk_pairs() + to * chunks * 4;
+        from = layout.chunk_pairs() + rank * chunks * 4;
+        num_bytes = (plan.most_chunks + 1) * 4;
       }
-      are_put =
-          put_part(
-              there.assignment_routes() + to * layout.assignments() * sizeof(AssignmentRoute),
-              layout.assignment_routes() + rank * layout.assignments() * sizeof(AssignmentRoute),
-              assignments * sizeof(AssignmentRoute)) &&
-          put_part(there.pair_routes() + to * layout.max_tokens * sizeof(PairRoute),
-                   layout.pair_routes() + rank * layout.max_tokens * sizeof(PairRoute),
-                   __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute)) &&
-          put_part(there.chunk_pairs() + to * chunks * 4, layout.chunk_pairs() + rank * chunks * 4,
-                   (plan.most_chunks + 1) * 4);
+      are_put = put(me, rails, Phase::kRoutes, plans, kControlWindow, domain, at, from, num_bytes,
+                    signal);
     }
-    const int names = num_chunks_of(plan.num_tokens) * kChunk;
-    are_put = are_put && put_part(there.nodes(own), there.sent_nodes(domain),
-                                  std::size_t{4} * (plan.most_chunks + 1 + names), kRoutesPut);
     if (are_put && wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
       fence_system();
       for (int place = 0; place < locals; ++place) {

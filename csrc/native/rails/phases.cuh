@@ -100,7 +100,8 @@ __device__ std::uint64_t* staged_flags(const KernelContext& me, int rank, int so
 }
 
 // Puts what is staged of a phase to the rail peers, after the phase before, which another CTA may
-// have completed: they count the phases.  Called by one warp, whose lanes share the domains.
+// have completed: they count the phases.  That CTA's puts have deadlines, and name who is late.
+// Called by one warp, whose lanes share the domains.
 template <typename R, typename Job>
 __device__ void put_phase(const KernelContext& me, const R& rails, const Job& job,
                           const Round& round, int phase, std::uint64_t parity, std::uint64_t calls,
@@ -109,7 +110,9 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
   const auto is_next = [&] {
     return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == unit;
   };
-  if (!__all_sync(~0u, wait_until(me, Phase::kDispatch, me.rank, epoch, is_next))) return;
+  while (!__any_sync(~0u, is_next())) {
+    if (has_failed(me)) return;
+  }
   const RailRows rows{me.dispatch_bytes, me.control.num_domains};
   const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
   const int own = me.control.domain_of(me.rank), last = min(end, job.num_tokens);

@@ -9,6 +9,11 @@ CASES = (
     ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
     ("rails-ll", 6, 4), ("rails-ll-many", 33, 2), ("rails-ll-failures", 2, 8),
     ("rails-ll-failures", 4, 6),
+    # Queues with few places, and a direction in which nothing gets any further.
+    ("short-probes", 4, 6), ("short-rails-plans", 4, 3), ("short-rails-rows", 4, 2),
+    ("short-rails-failures", 4, 4), ("short-rails-ll", 4, 4), ("short-rails-ll-failures", 4, 4),
+    ("short-rails-cut", 2, 8), ("short-rails-cut", 4, 8), ("rails-cut", 4, 4),
+    ("short-rails-ll-cut", 2, 8), ("short-rails-ll-cut", 4, 8),
 )  # fmt: skip
 
 # As `Mistake` has them.
@@ -18,16 +23,16 @@ MISTAKES = {
         "network/probe.cu", "«static_cast<int>(job.round % 2)» * 2", "0",
         "probes", 2, "probe: the word"),
     "probe: a word is taken before its signal": (
-        "network/probe.cu", "while («signals < job.round» &&", "signals + 1 < job.round",
+        "network/probe.cu", "(!is_put || «signals < job.round») &&", "signals + 1 < job.round",
         "probes", 2, "probe: "),
     "rails: counts are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans)»;",
+        "«wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans)»;",
         "true",
         "rails-plans", 2, "plan: "),
     "rails: routes are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "if («wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)»)",
+        "are_put && «wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)»)",
         "true",
         "rails-plans", 2, "."),
     "rails: routes are written while the last ones are put": (
@@ -40,7 +45,7 @@ MISTAKES = {
         "rails-plans", 4, "plan: "),
     "rails: counts of dropped assignments are passed on before they have come": (
         "native/plan/overflow.cu",
-        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch)»;",
+        "«wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 4, "."),
     "rails: an entry is passed on before it has come": (
@@ -53,8 +58,7 @@ MISTAKES = {
         "rails-failures", 4, "failure: rank . does not say that rank . refused"),
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
-        "if (!__all_sync(~0u, «wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)»)) return;",
-        "true",
+        "while («!__any_sync(~0u, is_next())») {", "false",
         "rails-dispatches", 2, "dispatch: ", 32),
     "rails: a phase is passed on before it has come": (
         "native/rails/phases.cuh",
@@ -127,6 +131,30 @@ MISTAKES = {
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
+    "queues: a probe does not wait for room": (
+        "network/probe.cu", "is_put = «has_room(rail, peer, sizeof(std::uint64_t))»", "true",
+        "short-probes", 4, "a put waits without an end"),
+    "queues: nobody waits for room": (
+        "native/device/rails.cuh",
+        "has_room = «wait([&] { return network::has_room(rails.rail, domain, num_bytes); })»;",
+        "true",
+        "short-rails-rows", 4, "a put waits without an end"),
+    "queues: a wait for room has no deadline": (
+        "native/device/rails.cuh",
+        "return «wait_until(me, phase, rail_peer_in(me, domain), epoch, is_over)»;",
+        "[&] { while (!is_over()) continue; return true; }()",
+        "short-rails-cut", 4, "nobody gets any further"),
+    "queues: two threads put into one": (
+        "native/device/rails.cuh",
+        "if («!wait([&] { return atomicExch(is_in_use, 1u) == 0; })») return false;", "false",
+        "short-rails-combines", 2, "a put waits without an end"),
+    "queues: who has put keeps the queue": (
+        "native/device/rails.cuh", "atomicExch(is_in_use, 0u);", "",
+        "rails-plans", 2, "a wait was in vain"),
+    "queues: a last word has no deadline": (
+        "native/device/stop.cu",
+        "me.deadline_ns)) «return false;»", "continue;",
+        "short-rails-cut", 2, "nobody gets any further"),
     "many ranks: sums over ranks begin anew with each lane": (
         "native/plan/chunks.cuh", "sum_to_here = «sum» + warp_scan", "0",
         "rails-many", 33, "plan: "),

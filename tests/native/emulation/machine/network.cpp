@@ -1,6 +1,7 @@
 #include "network.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace emu {
 
@@ -49,11 +50,18 @@ void Network::put(int rank, int window, int domain, std::size_t to, std::size_t 
 }
 
 bool Network::has_room(int rank, int domain) {
-  const std::deque<Put>& puts = between(rank, peer_of(rank, domain));
-  if (static_cast<int>(puts.size()) < queue_places) return true;
-  if (draw(8) == 0) get_further();
-  yield();
-  return static_cast<int>(puts.size()) < queue_places;
+  const auto& puts = between(rank, peer_of(rank, domain));
+  const bool is_full = static_cast<int>(puts.size()) >= queue_places;
+  if (is_full && draw(8) == 0) get_further();
+  is_full ? yield() : maybe_yield();
+  return !is_full;
+}
+
+int Network::stop(int rank, int domain, std::function<bool()> is_over) {
+  const int peer = peer_of(rank, domain);
+  stopped_ = rank * num_ranks_ + peer;
+  is_stop_over_ = std::move(is_over);
+  return peer;
 }
 
 const std::uint64_t* Network::look_at(int rank, int signal) {
@@ -62,6 +70,7 @@ const std::uint64_t* Network::look_at(int rank, int signal) {
 }
 
 void Network::get_further() {
+  if (stopped_ >= 0 && is_stop_over_()) stopped_ = -1;
   std::vector<int> busy;
   for (std::size_t i = 0; i < puts_.size(); ++i) {
     if (!puts_[i].empty() && static_cast<int>(i) != stopped_) busy.push_back(static_cast<int>(i));

@@ -10,18 +10,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <vector>
 
 #include "emulator.h"
 
 namespace emu {
 
+// Places of the queue between two ranks: NCCL's, where a plugin takes one receive, or fewer.
+inline int queue_places = 32;
+
 class Network {
  public:
   // The only one that there is, until it ends.
   Network(int num_ranks, int local_ranks, int num_signals);
-  // NCCL's, with a plugin that takes one receive, or fewer places.
-  int queue_places = 32;
   ~Network();
 
   // Memory of a rank that others can put into, after its other windows.
@@ -31,9 +33,8 @@ class Network {
            std::size_t num_bytes, int signal);
   // Whether a rank may put; now and then something arrives before.
   bool has_room(int rank, int domain);
-  // From now on nothing gets any further from one rank to another, or again.
-  void stop(int source, int target) { stopped_ = source * num_ranks_ + target; }
-  void go_on() { stopped_ = -1; }
+  // Nothing gets any further from a rank to a peer, which is returned, until `is_over()`.
+  int stop(int rank, int domain, std::function<bool()> is_over);
   // The word of a signal; now and then something arrives before.
   const std::uint64_t* look_at(int rank, int signal);
   // Lets something arrive, or be read.
@@ -65,6 +66,7 @@ class Network {
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
   std::vector<std::deque<Put>> puts_;                // by source and target, in their order
   int stopped_ = -1;                                 // of `puts_`
+  std::function<bool()> is_stop_over_;
 };
 
 }  // namespace emu
