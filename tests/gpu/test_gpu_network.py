@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loop import counters, set_fault
+from named_rows import assert_both_steps, named_rows
 from on_ranks import gathered
 from rank_pool import RankContext
 
@@ -203,8 +204,17 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
     assert [of_plan, of_dispatch, of_combine, of_values] == [tuple(e) for e in expected.tolist()]
 
 
-def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int) -> None:
-    """Windows for all of their rows at once would be larger than kernels take."""
+@pytest.mark.parametrize("crowds", [False, True], ids=["all-ranks", "one-rank"])
+def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int, crowds: bool) -> None:
+    """Windows for all of their rows at once would be larger than kernels take.
+
+    Every step of a training sends weights in rounds, and returns values: no test did.  Rows and
+    weights name their assignment, so each row that arrives says which weight belongs to it.  A
+    small batch follows, in windows made for rounds, and the large one once more.
+
+    Args:
+        crowds: all assignments are on the last rank, as an untrained router may have it.
+    """
     sizes = {
         "num_tokens": 16384,
         "row_bytes": 2 * 7168,
@@ -217,17 +227,20 @@ def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int) -> None:
     chunks = -(-model.num_tokens // CHUNK // rounds)
     phases = extension.load().num_phases_of(chunks * CHUNK, model.row_bytes)
     phases = min(phases, chunks // 2 + 1)
-    generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
-    x = torch.randn(
-        model.num_tokens, 7168, dtype=torch.bfloat16, device=ctx.device, generator=generator
-    )
-    topk_idx = routing(ctx.rank, model.num_tokens, model.num_experts, model.top_k).to(ctx.device)
+    on_rank = model.num_experts // ctx.num_ranks
+    # The rank that gets all rows has no room for those of more.
+    num_tokens = 1024 if crowds and ctx.rank > 0 else model.num_tokens
+    among = on_rank if crowds else model.num_experts
+    topk_idx = routing(ctx.rank, num_tokens, among, model.top_k).to(ctx.device)
+    topk_idx += model.num_experts - among
     config = EpConfig(engine="native", timeout_s=START_S)
     with closing(create_engine(ctx.group, model.num_experts, config)) as engine:
+        assert_both_steps(engine, ctx, topk_idx, model.row_bytes // 2)
+        assert_both_steps(engine, ctx, topk_idx[:37], model.row_bytes // 2)
+        assert_both_steps(engine, ctx, topk_idx, model.row_bytes // 2)
+        x = named_rows(ctx.rank, num_tokens, model.row_bytes // 2, ctx.device)
         plan = engine.plan(topk_idx)
-        (rows, _), (messages, num_bytes), direct = counted(ctx, lambda: engine.dispatch(plan, x))
-        out, _ = engine.combine(plan, rows)
-        assert torch.equal(out, 2 * x)  # a row for each assignment
+        _, (messages, num_bytes), direct = counted(ctx, lambda: engine.dispatch(plan, x))
     assert messages == (hosts - 1) * Puts.of_rows(0, 0, phases, rounds=rounds).messages
     assert direct == num_bytes
 

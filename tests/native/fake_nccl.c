@@ -16,7 +16,8 @@ typedef struct {
 static char calls[16384];
 // Of the call after `calls_before_it` more that can fail; the others succeed.
 static int next_result = 0, calls_before_it = 0;
-// Whether there is memory, and windows in it: what the communicator's ranks have on GPUs.
+// Whether there is memory, and windows in it: what the communicator's ranks have on GPUs, which are
+// in so many NVLink domains.
 static int has_windows = 0, num_ranks_now = 2, rank_now = 0;
 // Communicators, windows and pieces of memory.
 static int num_alive = 0;
@@ -34,7 +35,7 @@ void fake_fail_after(int num_calls, int result) {
   fake_reset(result);
   calls_before_it = num_calls;
 }
-void fake_make_windows(int yes) { has_windows = yes; }
+void fake_make_windows(int num_domains) { has_windows = num_domains; }
 
 #define CALL(...) snprintf(calls + strlen(calls), sizeof(calls) - strlen(calls), __VA_ARGS__)
 
@@ -82,9 +83,9 @@ int ncclCommAbort(void* comm) {
   CALL("CommAbort %d\n", comm == calls);
   return 0;
 }
-// Domains of two ranks, or one of all.
+// Without windows, domains of two ranks.
 Team ncclTeamLsa(void* comm) {
-  const int size = has_windows ? num_ranks_now : 2;
+  const int size = has_windows ? num_ranks_now / has_windows : 2;
   Team team = {comm != calls ? -1 : size, rank_now % size, 1};
   return team;
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from build_cache import ROOT, cached, run_all, version_of
+from emulation.translate import Change, apply_changes
 
 HERE = Path(__file__).parent / "sanitized"
 CSRC = ROOT / "csrc"
@@ -36,10 +37,39 @@ THREAD = ("-fsanitize=thread", "-DNCCLEP_ONE_MAPPING", "-Dmmap=mmap_once", "-Dmu
 EXCHANGE = [HERE / "exchange.cpp", CSRC / "host/exchange.cpp"]
 # Windows of the stand-in for NCCL have no peers to check: window_check.cpp has a test of its own.
 HOST = [
-    *(HERE / name for name in ("host.cpp", "kernels.cpp", "network.cpp", "cuda.cpp")),
+    *(HERE / f"{name}.cpp" for name in ("host", "domains", "kernels", "network", "cuda")),
     *(path for name in ("c_interface", "common", "native", "nccl")
       for path in sorted((CSRC / name).rglob("*.cpp")) if path.stem != "window_check"),
 ]  # fmt: skip
+
+# Of the case `domains`: what is changed (emulation/translate.py), and what is said then.
+# fmt: off
+MISTAKES = {
+    "new windows are taken to have received the last plan": (Change(
+        "native/host/group.cpp",
+        'cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");',
+        ""), "launched.received == 0"),
+    "rounds are those of the windows before": (Change(
+        "native/host/group.cpp", "num_rounds_for(larger, «row_bytes»,", "row_bytes_"),
+        "launched.num_rounds > 1"),
+    "a group closes while something is on its way": (Change(
+        "native/host/group.cpp", "before windows close\");\n  «settle();»", ""),
+        "launched.num_closes == before"),
+    "routes for other domains are not copied": (Change(
+        "native/host/group_launch.cpp", "if («kept > 0») {", "false"),
+        "routes for other domains are lost"),
+    "a dispatch's phases are those of this rank's tokens": (Change(
+        "native/host/group_launch.cpp",
+        "job.num_phases = num_phases_of(std::min(«job.most_tokens», control_.round_tokens()), "
+        "job.row_bytes);", "job.num_tokens"),
+        "launched.num_phases > 1"),
+    "a combine's phases are those of this rank's tokens": (Change(
+        "native/host/group_launch.cpp",
+        "num_phases_of(std::min(«job.most_tokens», control_.round_tokens()), job.row_bytes);\n"
+        "    job.rail_routes", "job.num_tokens"),
+        "launched.num_phases > 1"),
+}
+# fmt: on
 
 
 def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +94,14 @@ def built() -> Path:
             )
             return targets
 
-        host, exchange = compiled(HOST, *ADDRESS), compiled(EXCHANGE, *ADDRESS)
+        changes = [change for change, _ in MISTAKES.values()]
+        changed = {CSRC / change.file: folder / Path(change.file).name for change in changes}
+        for source, target in changed.items():
+            name = str(source.relative_to(CSRC))
+            target.write_text(apply_changes(name, source.read_text(), changes))
+        sources = [changed.get(path, path) for path in HOST]
+        host = compiled(sources, *ADDRESS, "-include", str(HERE / "standin.h"))
+        exchange = compiled(EXCHANGE, *ADDRESS)
         threads = compiled(EXCHANGE, *THREAD, suffix="_threads")
         fake = folder / "libfake.so"
         versions = ("-DFAKE_EP_VERSION=200", "-DFAKE_NCCL_VERSION=23007")
@@ -78,7 +115,9 @@ def built() -> Path:
         ])  # fmt: skip
 
     sources = [*CSRC.rglob("*.cpp"), *CSRC.rglob("*.h"), *HERE.glob("*.[ch]*"), FAKE_NCCL]
-    return cached("sanitized", (*sorted(sources), Path(__file__), version_of(str(CXX))), make)
+    translate = HERE.parent / "emulation" / "translate.py"
+    inputs = (*sorted(sources), translate, Path(__file__), version_of(str(CXX)))
+    return cached("sanitized", inputs, make)
 
 
 @pytest.mark.parametrize("case", ["threads", "closing"])
@@ -92,7 +131,10 @@ def test_exchange(built: Path, program: str, case: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("case", ["failures", "order", "sizes", "growth", "results", "arguments"])
+CASES = ["failures", "order", "sizes", "growth", "results", "arguments", "domains"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_host(built: Path, case: str) -> None:
     """In `failures` every call of NCCL and of CUDA fails once; nothing is left then.
 
@@ -103,3 +145,16 @@ def test_host(built: Path, case: str) -> None:
     # Windows that are open after a failed step stay on purpose; the program counts what else does.
     ended = run([built / "host", case, built / "libfake.so"], ASAN_OPTIONS="detect_leaks=0")
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_with_several_domains_are_noticed(built: Path, name: str) -> None:
+    """Five at once were made in the host, and no test failed: all cases had one domain."""
+    number = list(MISTAKES).index(name)
+    ended = run(
+        [built / "host", "domains", built / "libfake.so", str(number)],
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+    assert ended.returncode != 0
+    assert ended.stderr.startswith("FAILED: ")
+    assert MISTAKES[name][1] in ended.stderr

@@ -43,8 +43,9 @@ struct Object {
       : number(number), numbers(Numbers::of_any_dtype()), states(sizes.ranks), ranks(sizes.ranks) {
     const int row_bytes = 16 * one_of({1, 3, 65, 129});
     const int sum_bytes = between(0, 3) == 0 ? 16 * one_of({1, 70}) : row_bytes;
-    window = {sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes,
-              16 * one_of({0, 0, 1, 3, 14}), sum_bytes, sizes.domains};
+    window = {
+        sizes.ranks, sizes.max_tokens, sizes.max_top_k, row_bytes, 16 * one_of({0, 0, 1, 3, 14}),
+        sum_bytes,   sizes.domains};
     for (LowLatencyState& state : states) {
       windows.emplace_back(window.num_bytes(), 0);
       std::memset(static_cast<void*>(&state), 0, sizeof(LowLatencyState));
@@ -53,7 +54,7 @@ struct Object {
     }
     for (int round = 0; round < num_rounds; ++round) {
       const bool can_return_rows = row_bytes == sum_bytes;
-      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10, 100}), window.top_k),
+      rounds.push_back({draw_routing(sizes, one_of({0, 0, 10, 200}), window.top_k),
                         one_of({can_return_rows ? Experts::kNothing : Experts::kPlaces,
                                 Experts::kPlaces, Experts::kAssignments})});
     }
@@ -198,9 +199,8 @@ class LowLatencySteps : public Sequence {
       mine.scales.emplace(std::size_t{1} * num_tokens * window.scale_bytes, 0);
       mine.w.emplace(4 * num_tokens * window.top_k, 0);
       const int num_scales = window.scale_bytes / 4;
-      kWeights.put(mine.scales->data<char>(), num_tokens * num_scales, [&](int i) {
-        return scale(salt, rank, i / num_scales, i % num_scales);
-      });
+      kWeights.put(mine.scales->data<char>(), num_tokens * num_scales,
+                   [&](int i) { return scale(salt, rank, i / num_scales, i % num_scales); });
       object.numbers.put(mine.x->data<char>(), num_tokens * hidden,
                          [&](int i) { return value(salt, rank, i / hidden, i % hidden); });
       kWeights.put(mine.w->data<char>(), num_tokens * window.top_k,
@@ -270,8 +270,9 @@ class LowLatencySteps : public Sequence {
           " of rank ", rank, ", token ", pair.token, " of rank ", pair.source);
       kWeights.expect(
           start + window.scales() + row * window.scale_bytes, window.scale_bytes / 4,
-          [&](int i) { return scale(salt, pair.source, pair.token, i); }, "ll dispatch: scales of row ",
-          row, " of rank ", rank, ", token ", pair.token, " of rank ", pair.source);
+          [&](int i) { return scale(salt, pair.source, pair.token, i); },
+          "ll dispatch: scales of row ", row, " of rank ", rank, ", token ", pair.token,
+          " of rank ", pair.source);
     }
     require(std::equal(expected_counts.begin(), expected_counts.end(), counts),
             "ll dispatch: counts of rank ", rank);

@@ -127,7 +127,7 @@ MISTAKES = {
         "rails-ll", 4, "ll dispatch: "),
     "rails: windows close while something is on its way": (
         "native/device/stop.cu", "round <= «kLastRounds»;", "1",
-        "rails-failures", 4, "bytes are on their way", 65),
+        "rails-plans", 4, "bytes are on their way", 42),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
@@ -167,62 +167,6 @@ MISTAKES = {
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «round.begin / kChunk»]", "0",
         "rails-dispatches", 4, ".", 106),
-    "rounds: two of a dispatch lie in one half": (
-        "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
-        "rails-dispatches", 4, "dispatch: ", 106),
-    "rounds: CTAs that have staged two are counted together": (
-        "native/rows/stage.cuh", "count += «round.number % 2» * kPhases;", "0",
-        "rails-dispatches", 4, ".", 106),
-    "rounds: the second is staged before all ranks have entered": (
-        "native/rails/phases.cuh",
-        "is_free = «wait_for_entry(me, Phase::kDispatch, rank, entry, epoch) != 0»;", "true",
-        "rails-dispatches", 4, "dispatch: "),
-    "rounds: one is staged before this domain has pulled the last but one": (
-        "native/rails/phases.cuh",
-        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), round.number - 2,"
-        "\n                               epoch)»;",
-        "true",
-        "rails-dispatches", 4, "dispatch: "),
-    "rounds: one is staged before other domains have pulled the last but one": (
-        "native/rails/phases.cuh",
-        "is_free = «wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
-        + " " * 32 + "round.number - 1, epoch)» &&",
-        "true",
-        "rails-dispatches", 4, "dispatch: "),
-    "rounds: a domain says that it has pulled one before all of its ranks have": (
-        "native/rails/phases.cuh",
-        "||\n" + " " * 19 + "«wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch)»;", "true",
-        "rails-dispatches", 4, "dispatch: "),
-    "rounds: a dispatch is over before other domains have pulled its last but one": (
-        "native/rails/phases.cuh",
-        "if («!wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, domain, last, epoch)»)",
-        "false",
-        "rails-dispatches", 4, "."),
-    "rounds: sums of ranks are sent before there is room": (
-        "native/rows/combine.cu",
-        "«wait_for_round(me, Phase::kCombine, host_of(me, source), round.number - 1,\n"
-        + " " * 40 + "epoch)»", "true",
-        "rails-combines", 4, "."),
-    "rounds: domains' sums of two lie in one place": (
-        "native/rail_layout.h", "return «round % 2» * turn_parts()", "0",
-        "rails-combines", 4, "combine: "),
-    "rounds: a domain's sums are made before this rank's last but one are added up": (
-        "native/rows/domain_sums.cuh",
-        "is_free = «wait_for_warps(me_, [&] { return are_added(me_, before); })»;", "true",
-        "rails-combines", 4, "combine: "),
-    "rounds: a domain's sums are made before the rail peers' last but one are added up": (
-        "native/rows/domain_sums.cuh",
-        "is_free = «wait_for_signal(me_, rails_, Phase::kCombine, kAddedUpPut, domain,\n"
-        + " " * 34 + "round.number - 1, epoch_)»;", "true",
-        "rails-combines", 4, "combine: "),
-    "rounds: a rank says that its sums are added up before they are": (
-        "native/rows/domain_sums.cuh",
-        "is_over = «wait_for_warps(me, [&] { return are_added(me, round); })»;", "true",
-        "rails-combines", 4, "combine: "),
-    "rounds: windows say how many there are, not the batch": (
-        "native/rails/rounds.cuh", "const int tokens = «*job.rail_routes.most_chunks * kChunk»;",
-        "job.most_tokens",
-        "rails-rows", 4, "dispatch: rounds of rank"),
     "rounds: tokens of later ones are summed, too": (
         "native/rows/domain_sums.cuh", "end = «min(round_.end, job_.num_tokens)»;",
         "job_.num_tokens",

@@ -151,7 +151,8 @@ inline void find_slots(const Sizes& sizes, Routing& routing) {
 // network_plan.cpp
 void name_node_tokens(const Sizes& sizes, Routing& routing);
 
-// Draws a routing in which `bad` of 1000 assignments are invalid, of all ranks or of some.  With `columns` the indices have
+// Draws a routing in which `bad` of 1000 assignments are invalid, of all ranks or of the last ones:
+// of none of the first 32 if there are more.  With `columns` the indices have
 // that many columns for each token, and there is no limit.
 inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
   Routing routing{};
@@ -160,7 +161,9 @@ inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
   routing.alignment = emu::one_of({1, 2, 16});
   routing.is_int64 = emu::draw(2) == 0;
   const int unrouted = emu::one_of({0, 30, 60});  // percent
-  const int first_bad = emu::one_of({0, emu::between(0, sizes.ranks - 1), sizes.ranks - 1});
+  const int last = sizes.ranks - 1;
+  const int first_bad =
+      last >= 32 ? emu::between(32, last) : emu::one_of({0, emu::between(0, last), last});
   // All experts, the first half, the first ones, or those of one rank.
   const int kind = emu::between(0, 3),
             first = kind == 3 ? emu::between(0, sizes.ranks - 1) * sizes.local : 0;

@@ -16,7 +16,7 @@ namespace {
 // Rounds, and batches that have tokens for all of them, for some or, now and then, for one; chunks
 // are small, so that few tokens do.
 void draw_rounds(const std::string& kind, Sizes& sizes) {
-  sizes.rounds = kind == "many" ? between(1, 2) : one_of({1, 2, 3, 4});
+  sizes.rounds = kind == "many" ? one_of({1, 1, 2}) : one_of({1, 2, 3, 4});
   emu::kChunk = sizes.rounds > 2   ? 32
                 : sizes.rounds > 1 ? one_of({32, 32, 64})
                                    : one_of({32, 64, 128});
@@ -79,7 +79,7 @@ Shares shares_of(const std::string& kind) {
   if (kind == "dispatches") return {1, 8, 0};
   if (kind == "combines") return {1, 0, 0};
   if (kind == "plans") return {8, 1, between(5, 40)};
-  if (kind == "many") return {2, 4, 200};
+  if (kind == "many") return {2, 4, 500};
   if (kind == "late") return {5, 3, 0};
   return {};
 }
@@ -196,7 +196,7 @@ void Rows::dispatch(int rank, int number) {
   job.routes = plan.received;
   job.rail_routes = plan.rail_routes;
   const KernelContext me = context(rank, call_of(number, rank == differing));
-  const int sms = between(min_ctas(1), kSms);
+  const int sms = between(min_ctas(1), kind_ == "many" ? 3 : kSms);
   const std::uint64_t dispatches = states[rank].dispatches;
   launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
 

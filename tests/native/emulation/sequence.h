@@ -17,7 +17,8 @@
 //   ll-many      the same, small, for more ranks than a warp has lanes, in several domains
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
 //   probes       probes of the network between domains of ranks (network.cpp)
-//   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in rounds
+//   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in
+//   rounds
 //   rails-cut    what a rank puts to one of its rail peers gets no further, for good or until the
 //                rank gives up
 //   rails-ll-cut the same in low-latency mode
@@ -112,7 +113,7 @@ class Sequence {
   enum class Call { kNone, kBegins, kGoesOn };
 
   ncclep::native::KernelContext shared_{};
-  std::vector<Call> calls_;  // by rank
+  std::vector<Call> calls_;                 // by rank
   std::unique_ptr<Wires, EndWires> wires_;  // in several domains
   std::deque<Memory> control_, rows_;
 };

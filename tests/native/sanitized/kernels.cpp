@@ -1,4 +1,5 @@
 // In place of the kernels: they do nothing but let the host see what it waits for.
+#include <algorithm>
 #include <vector>
 
 #include "native/device/stop.h"
@@ -10,13 +11,37 @@
 #include "native/rows/dispatch.h"
 #include "standin.h"
 
+extern "C" int fake_num_open_windows();
+
 standin::Plans standin::plans;
+standin::Launched standin::launched;
 
 namespace ncclep::native {
+
+namespace {
+
+constexpr std::int32_t kMark = 77;  // what a plan's first kernel writes for other domains
+
+std::int64_t size_of(const Control& control, const RailRoutes& routes) {
+  return RailRoutes::size(control.num_domains, routes.num_tokens, routes.most_tokens);
+}
+
+void note_rows(const KernelContext& me, int num_phases, const Rails* rails) {
+  if (me.control.num_domains == 1) return;
+  REQUIRE(rails != nullptr);
+  standin::launched.num_rounds = me.control.num_rounds;
+  standin::launched.num_phases = num_phases;
+}
+
+}  // namespace
 
 void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch&, int,
                 std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
+  standin::launched.received = me.state->received;
+  if (me.control.num_domains > 1) {
+    std::fill_n(job.rail_routes.num_sent, size_of(me.control, job.rail_routes), kMark);
+  }
   if (job.ticket == 0) return;
   const int num_local = me.control.num_local();
   const auto post = [&mailbox = *me.mailbox, num_local, ticket = std::uint64_t{job.ticket} << 32,
@@ -43,19 +68,31 @@ void drop_what_does_not_fit(const KernelContext&, const Drop&, const PlanScratch
                             std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
-void plan_receive(const KernelContext&, const ReceivedRoutes&, const PlanScratch&, int,
-                  std::uintptr_t stream, const RailRoutes&) {
+void plan_receive(const KernelContext& me, const ReceivedRoutes&, const PlanScratch&, int,
+                  std::uintptr_t stream, const RailRoutes& rail_routes) {
   standin::note_kernel(stream);
+  me.state->received = ++me.state->plans;
+  if (me.control.num_domains == 1) return;
+  const std::int32_t* first = rail_routes.num_sent;
+  standin::require(std::all_of(first, first + size_of(me.control, rail_routes),
+                               [](std::int32_t word) { return word == kMark; }),
+                   "routes for other domains are lost when routes are received again");
 }
 void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
-void settle(const KernelContext&, std::uintptr_t, const Rails&) {}
-void dispatch(const KernelContext&, const Dispatch&, int, std::uintptr_t stream, const Rails*) {
-  standin::note_kernel(stream);
+void settle(const KernelContext&, std::uintptr_t, const Rails&) {
+  if (fake_num_open_windows() > 0) ++standin::launched.num_closes;
 }
-void combine(const KernelContext&, const Combine&, int, std::uintptr_t stream, const Rails*) {
+void dispatch(const KernelContext& me, const Dispatch& job, int, std::uintptr_t stream,
+              const Rails* rails) {
   standin::note_kernel(stream);
+  note_rows(me, job.num_phases, rails);
+}
+void combine(const KernelContext& me, const Combine& job, int, std::uintptr_t stream,
+             const Rails* rails) {
+  standin::note_kernel(stream);
+  note_rows(me, job.num_phases, rails);
 }
 void low_latency_dispatch(const KernelContext&, const LowLatencyContext&, const LowLatencyDispatch&,
                           int, std::uintptr_t stream, const Rails*) {

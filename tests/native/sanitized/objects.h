@@ -73,6 +73,9 @@ class Numbers {
   ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
 };
 
+// The case of several NVLink domains (domains.cpp).
+void domains();
+
 // One of each object, and tensors for their calls.
 class Objects {
  public:

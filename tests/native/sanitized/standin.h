@@ -9,6 +9,12 @@
 #include <functional>
 #include <string>
 
+// As changed sources ask (emulation/translate.py).
+namespace emu {
+inline int mistake = -1;
+inline bool is_changed(int number) { return number == mistake; }
+}  // namespace emu
+
 namespace standin {
 
 // Ends the process with the text, unless `holds`.
@@ -39,6 +45,14 @@ struct Plans {
   bool fail = false;  // the deadline of a wait passes
 };
 extern Plans plans;
+
+// What kernels got with several NVLink domains.
+struct Launched {
+  int num_rounds = 0, num_phases = 0;  // of the last dispatch or combine
+  std::uint64_t received = 0;          // the plan whose routes all had received, to the last plan
+  int num_closes = 0;                  // kernels before windows close, which were open then
+};
+extern Launched launched;
 
 // --- what kernels call ---------------------------------------------------------------------------
 

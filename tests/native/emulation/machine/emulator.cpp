@@ -48,7 +48,7 @@ struct Mood {
 std::uint64_t generator;  // state of splitmix64
 Habits habits;
 Fiber* running = nullptr;
-jmp_buf scheduler;
+Registers scheduler;
 std::vector<Fiber*> runnable;
 std::vector<std::unique_ptr<char[]>> stacks;  // free ones
 std::vector<int> live;                        // threads of each rank's kernel
@@ -68,10 +68,13 @@ struct Delay {
 };
 std::map<int, Delay> delays;  // of a CTA of the next kernel, by rank
 
-void suspend() {
+// Not in the functions that call __builtin_setjmp.
+[[noreturn]] __attribute__((noinline)) void go_to(Registers& where) { __builtin_longjmp(where, 1); }
+
+__attribute__((noinline)) void suspend() {
   settle();
   Fiber* fiber = running;
-  if (_setjmp(fiber->where) == 0) _longjmp(scheduler, 1);
+  if (__builtin_setjmp(fiber->where) == 0) go_to(scheduler);
 }
 
 void let_others_run() {
@@ -109,13 +112,13 @@ void begin() {
   }
   note_progress();
   fiber.body = nullptr;  // it is over
-  _longjmp(scheduler, 1);
+  go_to(scheduler);
 }
 
-void resume(Fiber* fiber) {
+__attribute__((noinline)) void resume(Fiber* fiber) {
   running = fiber;
-  if (_setjmp(scheduler) != 0) return;
-  if (fiber->is_started) _longjmp(fiber->where, 1);
+  if (__builtin_setjmp(scheduler) != 0) return;
+  if (fiber->is_started) go_to(fiber->where);
   fiber->is_started = true;
   ucontext_t context;
   getcontext(&context);
@@ -269,6 +272,7 @@ void synchronize(int rank) {
 
 void run(int num_ranks, const std::function<void(int)>& host) {
   live.assign(num_ranks, 0);
+  begin_run(num_ranks);
   steps = last_progress = jumps = 0;
   Mood mood;
   for (int rank = 0; rank < num_ranks; ++rank) make([&host, rank] { host(rank); }, rank);

@@ -9,7 +9,6 @@
 // In which order memory accesses become visible: visibility.h.
 #pragma once
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -28,6 +27,7 @@ constexpr int kWarpSize = 32;
 constexpr std::size_t kStackBytes = 64 * 1024;  // of a fiber
 
 struct Fiber;
+using Registers = void* [5];  // where a fiber goes on: of __builtin_setjmp
 
 // A number from 0 to `bound` - 1.
 unsigned draw(unsigned bound);
@@ -119,7 +119,7 @@ struct Fiber {
   bool is_on_stack(const char* address) const {
     return stack.get() <= address && address < stack.get() + kStackBytes;
   }
-  jmp_buf where;
+  Registers where;
   bool is_started = false;
 };
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -35,13 +36,22 @@ std::map<int, const Known*> seen_by_ranks;
 
 constexpr int kCtas = 9, kRanks = 72;  // the last one is the network
 struct Known {
-  int last[kRanks * kCtas];
+  int last[kRanks * kCtas];  // of which `num_ctas` are used
 };
 
 namespace {
 
-std::deque<Known> all_known;
+int num_ctas = 0;  // of all ranks that there are
+std::deque<std::unique_ptr<Known>> all_known;
 int last_given[kRanks * kCtas];
+
+// A copy of what is known, to which more is added.
+Known* more_than(const Known* known) {
+  Known* const more = all_known.emplace_back(new Known).get();
+  known == nullptr ? std::fill_n(more->last, num_ctas, 0)
+                   : std::copy_n(known->last, num_ctas, more->last);
+  return more;
+}
 
 int number_of(const Cta& cta) { return cta.rank * kCtas + cta.index % kCtas; }
 
@@ -120,6 +130,11 @@ void add_memory(void* memory, std::size_t num_bytes) {
   if (num_bytes > 0) regions[static_cast<char*>(memory)] = {num_bytes, {}};
 }
 
+void begin_run(int num_ranks) {
+  EMU_REQUIRE(num_ranks <= kRanks);
+  num_ctas = num_ranks * kCtas;
+}
+
 void forget_memory(void* memory) {
   regions.erase(static_cast<char*>(memory));
   if (regions.empty()) {
@@ -191,8 +206,8 @@ void begin_thread() {
 
 void learn(const Known*& own, const Known* other) {
   if (own == other || other == nullptr) return;
-  bool has_more = own == nullptr, has_less = false;
-  for (int i = 0; own != nullptr && i < kRanks * kCtas; ++i) {
+  int has_more = own == nullptr, has_less = 0;
+  for (int i = 0; own != nullptr && i < num_ctas; ++i) {
     has_more |= other->last[i] > own->last[i];
     has_less |= other->last[i] < own->last[i];
   }
@@ -201,18 +216,18 @@ void learn(const Known*& own, const Known* other) {
     own = other;
     return;
   }
-  Known both = *own;
-  for (int i = 0; i < kRanks * kCtas; ++i) both.last[i] = std::max(both.last[i], other->last[i]);
-  own = &all_known.emplace_back(both);
+  Known* const both = more_than(own);
+  for (int i = 0; i < num_ctas; ++i) both->last[i] = std::max(both->last[i], other->last[i]);
+  own = both;
 }
 
 // Adds what the CTA of the fiber that runs has given.
 static void learn_own(const Known*& known) {
   const int cta = number_of(*self().cta), number = last_given[cta];
   if (has_seen(known, cta, number)) return;
-  Known more = known == nullptr ? Known{} : *known;
-  more.last[cta] = number;
-  known = &all_known.emplace_back(more);
+  Known* const more = more_than(known);
+  more->last[cta] = number;
+  known = more;
 }
 
 const Known* seen_by(int rank) { return seen_by_ranks[rank]; }

@@ -51,6 +51,8 @@ struct View {
   long bulk = -1;  // its bulk stores since the last fence of their proxy
 };
 
+// So many ranks run from now on.
+void begin_run(int num_ranks);
 // Memory that threads of several CTAs use, from its allocation on.
 void add_memory(void* memory, std::size_t num_bytes);
 void forget_memory(void* memory);
