@@ -27,18 +27,22 @@
 
 namespace ncclep::native {
 
+// Tokens of the batch, of any rank, in whole chunks.
+template <typename Job>
+__device__ int most_tokens_in(const Job& job) {
+  return *job.rail_routes.most_chunks * kChunk;
+}
+
 // The rounds of a call: those that its batch needs, not its windows.
 template <typename Job>
 __device__ int num_rounds_of(const Job& job) {
-  const int tokens = *job.rail_routes.most_chunks * kChunk;
-  return max(1, (tokens + job.round_tokens - 1) / job.round_tokens);
+  return max(1, (most_tokens_in(job) + job.round_tokens - 1) / job.round_tokens);
 }
 
 // The phases of each of them, which are those of whole chunks: the first two have half as many.
 template <typename Job>
 __device__ int num_phases_in(const Job& job) {
-  const int chunks = min(*job.rail_routes.most_chunks, job.round_tokens / kChunk);
-  return min(job.num_phases, chunks / 2 + 1);
+  return min(job.num_phases, min(most_tokens_in(job), job.round_tokens) / kChunk / 2 + 1);
 }
 
 // One of them: its tokens, and the phases in which they are staged or put.
@@ -49,8 +53,7 @@ struct Round {
 template <typename Job>
 __device__ Round round_of(const Job& job, int number) {
   const int begin = number * job.round_tokens;
-  return {number, begin, min(begin + job.round_tokens, *job.rail_routes.most_chunks * kChunk),
-          num_phases_in(job)};
+  return {number, begin, min(begin + job.round_tokens, most_tokens_in(job)), num_phases_in(job)};
 }
 
 template <typename R, typename Job>

@@ -82,7 +82,8 @@ MISTAKES = {
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })»", "true",
+        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })»",
+        "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",

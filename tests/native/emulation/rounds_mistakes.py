@@ -16,8 +16,8 @@ MISTAKES = {
         "rails-dispatches", 4, "dispatch: "),
     "rounds: one is staged before this domain has pulled the last but one": (
         "native/rails/phases.cuh",
-        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), round.number - 2,"
-        "\n                               epoch)»;",
+        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), "
+        "round.number - 2,\n" + " " * 31 + "epoch)»;",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: one is staged before other domains have pulled the last but one": (
@@ -28,7 +28,9 @@ MISTAKES = {
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a domain says that it has pulled one before all of its ranks have": (
         "native/rails/phases.cuh",
-        "||\n" + " " * 19 + "«wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch)»;", "true",
+        "||\n" + " " * 19
+        + "«wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch)»;",
+        "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a dispatch is over before other domains have pulled its last but one": (
         "native/rails/phases.cuh",
@@ -57,9 +59,9 @@ MISTAKES = {
         "is_over = «wait_for_warps(me, [&] { return are_added(me, round); })»;", "true",
         "rails-combines", 4, "combine: "),
     "rounds: windows say how many there are, not the batch": (
-        "native/rails/rounds.cuh", "const int tokens = «*job.rail_routes.most_chunks * kChunk»;",
+        "native/rails/rounds.cuh", "return «*job.rail_routes.most_chunks * kChunk»;",
         "job.most_tokens",
-        "rails-rows", 4, "dispatch: rounds of rank"),
+        "rails-dispatches", 2, "dispatch: rounds of rank"),
     "rounds: only the first one's weights are put": (
         "native/rails/phases.cuh", "if («job.has_weights && last > start») {",
         "job.has_weights && last > start && round.number == 0",
