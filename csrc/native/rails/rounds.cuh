@@ -98,12 +98,12 @@ __device__ inline unsigned int* num_done(const KernelContext& me, RoundPart part
 }
 
 // Counts items of a round that a warp is done with.  Called by the warp; true for all of its lanes
-// if none of the `num_items` is left.
+// if none of the `num_items` is left.  After a failure nothing is counted.
 __device__ inline bool count_done(const KernelContext& me, RoundPart part, int round, int number,
                                   int num_items) {
   bool is_last = false;
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0 && number > 0) {
+  if (threadIdx.x % kWarpSize == 0 && number > 0 && !has_failed(me)) {
     __threadfence();
     is_last =
         static_cast<int>(atomicAdd(num_done(me, part, round), 0u + number)) + number == num_items;

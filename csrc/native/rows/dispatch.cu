@@ -132,9 +132,10 @@ struct ItemsOfWarp {
   int end = 0;   // of the round
 };
 
-// Pulls a round's rows into their slots until all of them are taken.  Called by one warp.
+// Pulls a round's rows into their slots until all of them are taken.  Called by one warp.  False if
+// rows will not come: then there is no next round for this warp.
 template <typename R>
-__device__ void pull(const KernelContext& me, const Dispatch& job, const Round& round,
+__device__ bool pull(const KernelContext& me, const Dispatch& job, const Round& round,
                      const RingShape& shape, Ring& ring, Progress& progress,
                      ItemsOfWarp& warp_items, std::uint64_t parity, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
@@ -227,10 +228,10 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const Round& 
   ring.run(load, store, [](int) {});
   if constexpr (R::kAreThere) {
     warp_items.last = first_item + item;
-    const bool is_last =
-        !has_failed(me) && count_done(me, kPulling, round.number, num_taken, items);
+    const bool is_last = count_done(me, kPulling, round.number, num_taken, items);
     if (is_last && lane == 0) tell_of_round(me, false, round.number, epoch);
   }
+  return item >= items;
 }
 
 template <typename R>
@@ -278,9 +279,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     } else if (has_ring) {
       ItemsOfWarp items{WorkCounter(me)};
       if constexpr (R::kAreThere) {
-        for (int number = 0; number < num_rounds_of(job); ++number) {
-          pull<R>(me, job, round_of(job, number), shape, ring, progress, items,
-                  (parity + number) % 2, epoch);
+        bool goes_on = true;
+        for (int number = 0; number < num_rounds_of(job) && goes_on; ++number) {
+          goes_on = pull<R>(me, job, round_of(job, number), shape, ring, progress, items,
+                            (parity + number) % 2, epoch);
         }
       } else {
         pull<R>(me, job, all_at_once(job), shape, ring, progress, items, parity, epoch);

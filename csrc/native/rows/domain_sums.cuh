@@ -190,6 +190,9 @@ class DomainSums {
     }
   }
 
+  // Whether parts will not come: then there is no next round for this warp.
+  __device__ bool has_given_up() const { return has_given_up_; }
+
   // The same for the sums over domains.
   __device__ void begin_of_all(const Round& round) { begin(round, num_added(round)); }
   __device__ void end_of_all() { count(kAddingDomains); }
@@ -232,7 +235,7 @@ class DomainSums {
     const bool is_here =
         !is_part || wait_for(me_, Phase::kCombine, rank,
                              pushed_flags<R>(me_, source, rank) + token / kChunk, epoch_);
-    if (!__all_sync(~0u, is_here)) return false;
+    if (!__all_sync(~0u, is_here)) return give_up();
     // In the order of ranks; this rank's own rows first where only one part is before them.
     const int parts_before = __popc(others & ((1u << place) - 1));
     const int own_first = parts_before < 2 ? 0 : parts_before;
@@ -304,7 +307,7 @@ class DomainSums {
                 : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
                                   number_of_phase<R>(round_, phase) + 1, epoch_);
       }
-      if (!__all_sync(~0u, is_here)) return false;
+      if (!__all_sync(~0u, is_here)) return give_up();
       const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
       if (place >= 0) {
         parts_[num_parts + __popc(domains & ((1u << lane) - 1))] =
@@ -324,6 +327,11 @@ class DomainSums {
   }
 
  private:
+  __device__ bool give_up() {
+    has_given_up_ = true;
+    return false;
+  }
+
   __device__ void begin(const Round& round, int num_items) {
     round_ = round;
     first_item_ = end_item_;
@@ -333,6 +341,7 @@ class DomainSums {
 
   // The next item of these sums that no other warp has taken, from 0; -1: there is none.
   __device__ int take() {
+    if (has_given_up_) return -1;
     if (!is_taken_) item_ = counter_.take();
     is_taken_ = item_ >= end_item_;
     if (is_taken_) return -1;
@@ -342,8 +351,7 @@ class DomainSums {
 
   // Counts what this warp has taken.  True for the warp that counts the last of it.
   __device__ bool count(RoundPart part) const {
-    return !has_failed(me_) &&
-           count_done(me_, part, round_.number, num_taken_, end_item_ - first_item_);
+    return count_done(me_, part, round_.number, num_taken_, end_item_ - first_item_);
   }
 
   // Whether this rank makes a sum for `domain` of a token, or of a node token that may have this
@@ -388,6 +396,7 @@ class DomainSums {
   int first_item_ = 0, end_item_ = 0, num_taken_ = 0;  // of these sums
   int item_ = 0;                                       // the last that was taken
   bool is_taken_ = false;                              // it is of those that follow
+  bool has_given_up_ = false;
   unsigned int num_begun_ = 0, num_stored_ = 0;
   unsigned int* begun_[kNotes];  // lane 0: what counts the sums that are begun
 };
@@ -408,14 +417,14 @@ __device__ void sum_over_domains(const KernelContext& me, const R& rails, const 
   const auto next_of_domain = [&](Sum* sum) { return sums.next_of_domain(sum); };
   const auto next_of_all = [&](Sum* sum) { return sums.next_of_all(sum); };
   const int num_rounds = num_rounds_of(job);
-  for (int number = 0; number <= num_rounds; ++number) {
+  for (int number = 0; number <= num_rounds && !sums.has_given_up(); ++number) {
     if (number < num_rounds) {
       if (!sums.begin_of_domain(round_of(job, number))) return;
       add_up<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.note_sum(); });
       sums.end_of_domain();
       __syncwarp();  // the ring is used again
     }
-    if (number > 0) {
+    if (number > 0 && !sums.has_given_up()) {
       sums.begin_of_all(round_of(job, number - 1));
       add_up<T, false>(ring, job.row_bytes, next_of_all, [] {});
       sums.end_of_all();
