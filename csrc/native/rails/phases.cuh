@@ -110,9 +110,9 @@ __device__ void put_phase(const KernelContext& me, const R& rails, const Job& jo
   const auto is_next = [&] {
     return static_cast<int>(atomicAdd(&me.state->put_phases, 0u)) == unit;
   };
-  while (!__any_sync(~0u, is_next())) {
-    if (has_failed(me)) return;
-  }
+  bool goes_on = true;  // lanes may see it differently
+  while (goes_on && !is_next()) goes_on = !has_failed(me);
+  if (!__all_sync(~0u, goes_on)) return;
   const RailRows rows{me.dispatch_bytes, me.control.num_domains};
   const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
   const int own = me.control.domain_of(me.rank), last = min(end, job.num_tokens);

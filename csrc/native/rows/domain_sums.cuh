@@ -88,6 +88,14 @@ __device__ inline bool are_added(const KernelContext& me, const Round& round) {
   return static_cast<int>(number) >= num_added(round);
 }
 
+// Not inlined: puts are few, and would take registers from all sums.
+template <typename R>
+__device__ __noinline__ bool put_apart(const KernelContext& me, const R& rails, std::uint64_t epoch,
+                                       RailWindow window, int domain, std::size_t to,
+                                       std::size_t from, std::size_t num_bytes, RailSignal signal) {
+  return put(me, rails, Phase::kCombine, epoch, window, domain, to, from, num_bytes, signal);
+}
+
 // Puts the sums of node tokens to the rail peers, phase by phase, and waits for all of theirs.
 // Called by one warp.
 template <typename R>
@@ -109,19 +117,19 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
     const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
     if (job.has_weights && end > start) {
       const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
-      are_put = are_put &&
-                put(me, rails, Phase::kCombine, epoch, kControlWindow, domain,
-                    there.values() + own * row + first, there.sent_values() + domain * row + first,
-                    std::size_t{4} * (end - start) * job.top_k);
+      are_put = are_put && put_apart(me, rails, epoch, kControlWindow, domain,
+                                     there.values() + own * row + first,
+                                     there.sent_values() + domain * row + first,
+                                     std::size_t{4} * (end - start) * job.top_k, kNumRailSignals);
     }
     const int before = sums_before(me, job, domain, start);
     const std::size_t number = sums_before(me, job, domain, end) - before;
     const std::size_t at =
         std::size_t{1} * (before - sums_before(me, job, domain, round.begin)) * job.row_bytes;
     are_put =
-        are_put && put(me, rails, Phase::kCombine, epoch, kRowsWindow, domain,
-                       sums.of_domain(round.number, own) + at,
-                       sums.sent(round.number, own, domain) + at, number * job.row_bytes, kSumsPut);
+        are_put &&
+        put_apart(me, rails, epoch, kRowsWindow, domain, sums.of_domain(round.number, own) + at,
+                  sums.sent(round.number, own, domain) + at, number * job.row_bytes, kSumsPut);
   };
   for_units(me, num_units, is_ready, put_unit, [&](int) { return !are_put || has_failed(me); });
   for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains; domain += kWarpSize) {
@@ -141,8 +149,7 @@ __device__ void pass_sums_on(const KernelContext& me, const R& rails, const Comb
     for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && is_over;
          domain += kWarpSize) {
       if (!has_rail_peer(me, domain)) continue;
-      is_over =
-          put(me, rails, Phase::kCombine, epoch, kControlWindow, domain, 0, 0, 0, kAddedUpPut);
+      is_over = put_apart(me, rails, epoch, kControlWindow, domain, 0, 0, 0, kAddedUpPut);
     }
     if (!__all_sync(~0u, is_over)) return;
   }

@@ -58,7 +58,7 @@ MISTAKES = {
         "rails-failures", 4, "failure: rank . does not say that rank . refused"),
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
-        "while («!__any_sync(~0u, is_next())») {", "false",
+        "while (goes_on && «!is_next()») goes_on", "false",
         "rails-dispatches", 2, "dispatch: ", 32),
     "rails: a phase is passed on before it has come": (
         "native/rails/phases.cuh",

@@ -58,6 +58,9 @@ MISTAKES = {
         "native/rows/domain_sums.cuh",
         "is_over = «wait_for_warps(me, [&] { return are_added(me, round); })»;", "true",
         "rails-combines", 4, "combine: "),
+    "rounds: rows of one are taken after those of the last did not come": (
+        "native/rows/dispatch.cu", "num_rounds_of(job) && «goes_on»; ++number", "true",
+        "rails-failures", 4, "."),
     "rounds: windows say how many there are, not the batch": (
         "native/rails/rounds.cuh", "return «*job.rail_routes.most_chunks * kChunk»;",
         "job.most_tokens",
@@ -81,7 +84,7 @@ MISTAKES = {
     # Of one round as of several.
     "rails: the last phase is not followed by the first": (
         "native/rails/phases.cuh", "«unit + 1 < all ? unit + 1 : 0u»", "unit + 1",
-        "rails-dispatches", 2, "a wait was in vain"),
+        "rails-dispatches", 2, "a wait was in vain|nobody gets any further"),
     "rails: a refusal stays in its domain": (
         "native/device/stop.cu",
         "put_last(me, rails, now_ns(), domain, me.control.stop(), sent, 8, kStopPut);", "",
