@@ -46,7 +46,6 @@ class Puts:
         ranks_on_each: int,
         experts_on_rank: int,
         num_tokens: int,
-        node_tokens: float,
         pairs: float,
         assignments: float,
     ) -> Puts:
@@ -54,14 +53,13 @@ class Puts:
 
         Args:
             ranks_on_each, experts_on_rank: L and E / R.
-            num_tokens: of the rank with the most.
-            node_tokens: this rank's tokens with assignments in the peer's domain.
+            num_tokens: of the rank with the most, and of this one in whole chunks.
             pairs, assignments: those of (token, rank) and of (token, expert) there.
         """
-        counts = 8 * (ranks_on_each * (experts_on_rank + 1) + 1)
-        chunks = 4 * ranks_on_each * (-(-num_tokens // _kernels().CHUNK) + 1)
-        routes = 8 * assignments + 8 * pairs + chunks + 4 * node_tokens
-        return cls(2 + 3 * ranks_on_each, counts + routes)
+        counts = 8 * ranks_on_each * (experts_on_rank + 1)
+        num_chunks = -(-num_tokens // _kernels().CHUNK)
+        chunks = 4 * (ranks_on_each + 1) * (num_chunks + 1) + 4 * num_chunks * _kernels().CHUNK
+        return cls(2 + 3 * ranks_on_each, counts + 8 * assignments + 8 * pairs + chunks)
 
     @classmethod
     def of_rows(
@@ -71,7 +69,7 @@ class Puts:
         phases: int | None = None,
         weights: float = 0,
         rounds: int = 1,
-        rounds_with_weights: int = 1,
+        told: int = 1,
     ) -> Puts:
         """Of a dispatch or a combine.
 
@@ -79,13 +77,14 @@ class Puts:
             node_tokens: rows: in dispatch this rank's for the peer, in combine the peer's.
             row_bytes: of a row.
             phases: messages with rows in a round; None: the most.
-            weights: numbers that go with them: T * K in dispatch, node_tokens * K in combine, or 0.
-            rounds: kernels.
-            rounds_with_weights: in dispatch the first, in combine all.
+            weights: numbers that go with them: T * K, in combine in whole chunks, or 0.
+            rounds: of so many phases each.
+            told: the last rounds of which the peer is not told that their room is free: 1 in
+                dispatch, 2 in combine.
         """
         phases = phases or _kernels().PHASES
-        messages = rounds * (1 + phases) + (rounds_with_weights * phases if weights else 0)
-        return cls(messages, 8 * rounds + node_tokens * row_bytes + 4 * weights)
+        messages = 1 + rounds * phases * (2 if weights else 1) + max(0, rounds - told)
+        return cls(messages, 8 + node_tokens * row_bytes + 4 * weights)
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,17 @@ class NetworkModel:
         crossing = tokens * self._needed(nodes)
         pairs = tokens * self.ranks_on_each * self._needed(ranks)
         sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
-        rows: dict[str, Any] = {"node_tokens": crossing, "row_bytes": self.row_bytes}
-        rows["rounds"] = rounds = self.rounds(nodes)
+        rounds = self.rounds(nodes)
+        rows: dict[str, Any] = {
+            "node_tokens": crossing,
+            "row_bytes": self.row_bytes,
+            "phases": min(_kernels().PHASES, self._round_chunks(rounds) // 2 + 1),
+            "rounds": rounds,
+        }
         return [
-            Puts.of_plan(*sizes, crossing, pairs, tokens * self.top_k / nodes),
+            Puts.of_plan(*sizes, pairs, tokens * self.top_k / nodes),
             Puts.of_rows(**rows, weights=tokens * self.top_k),
-            Puts.of_rows(**rows, weights=crossing * self.top_k, rounds_with_weights=rounds),
+            Puts.of_rows(**rows, weights=self._most_chunks * _kernels().CHUNK * self.top_k, told=2),
         ]
 
     def memory(self, nodes: int) -> dict[str, int]:
@@ -211,8 +215,15 @@ class NetworkModel:
         return memory
 
     def rounds(self, nodes: int) -> int:
-        """The kernels of a dispatch or a combine with `native`, each for a part of the tokens."""
+        """The rounds of a dispatch or a combine with `native`, each for a part of the tokens."""
         return self.memory(nodes)["rounds"]
+
+    @property
+    def _most_chunks(self) -> int:
+        return -(-self.num_tokens // _kernels().CHUNK)
+
+    def _round_chunks(self, rounds: int) -> int:
+        return -(-self._most_chunks // rounds)
 
     def seconds(self, nodes: int) -> float:
         """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
@@ -301,7 +312,7 @@ def render(model: NetworkModel) -> str:
     network = (
         "Messages and bytes that a rank puts to each of its rail peers, one on every other node, "
         "with the engine 'native' over GIN: an exact plan, and dispatch and combine with weights, "
-        f"in {_kernels().PHASES} phases a round, the most."
+        f"in up to {_kernels().PHASES} phases a round, the most."
     )
     memory_head = (
         "GPU memory of a rank with the engine 'native': its windows for rows and for control; an "

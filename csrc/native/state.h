@@ -62,6 +62,8 @@ enum RailSignal : int {
   kRoutesPut,
   kRowsPut,
   kSumsPut,
+  kPulledPut,  // rounds of a dispatch whose place is free, and of a combine
+  kAddedUpPut,
   kTokensPut,  // of low-latency mode
   kTokenSumsPut,
   kLastPut,  // nothing follows: the windows close
@@ -90,6 +92,7 @@ struct Control {
   NCCLEP_BOTH int round_tokens() const {
     return (max_chunks() + num_rounds - 1) / num_rounds * kChunk;
   }
+  NCCLEP_BOTH int max_phases() const { return num_rounds * kPhases; }
   NCCLEP_BOTH int max_units() const { return max_tokens / kUnit; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH int local_ranks() const { return num_ranks / num_domains; }
@@ -113,12 +116,15 @@ struct Control {
   NCCLEP_BOTH std::size_t wanted() const {
     return counts() + static_cast<std::size_t>(2) * num_ranks * (num_local() + 1) * 8;
   }
-  // uint64 [R][kPhases]: epoch of the dispatch whose rows of this phase are in rank r's window.
+  // uint64 [R][num_rounds * kPhases]: epoch of the dispatch whose rows of this phase of all rounds
+  // are in rank r's window.
   NCCLEP_BOTH std::size_t staged() const {
     return wanted() + static_cast<std::size_t>(num_ranks) * num_experts * 8;
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
-  NCCLEP_BOTH std::size_t pushed() const { return staged() + num_ranks * kPhases * 8; }
+  NCCLEP_BOTH std::size_t pushed() const {
+    return staged() + static_cast<std::size_t>(num_ranks) * max_phases() * 8;
+  }
   // The next three are used by this rank alone: uint64 [R][units]: epoch of the combine that has
   // computed the sums of a unit of rank r's pairs.
   NCCLEP_BOTH std::size_t added() const {
@@ -195,10 +201,10 @@ struct State {
   unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
   unsigned int is_bad;           // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
-  unsigned int staged[kPhases];                 // CTAs that have staged their part of each phase
+  // CTAs that have staged their part of each phase, of a round and the next one.
+  unsigned int staged[2 * kPhases];
   unsigned int put_phases;  // phases of the current dispatch that were put to rail peers
-  // Tokens of each domain, this rank's among its own, whose sums are done in the current combine.
-  unsigned int summed[kMaxDomains][kPhases];
+  unsigned int queue_in_use[kMaxDomains];  // NCCL's queues: one thread at a time puts into each
 };
 
 // One window of each rank of this NVLink domain.

@@ -20,14 +20,18 @@ __global__ void probe_kernel(Rail rail, Probe job) {
   const int sent = static_cast<int>(job.round % 2) * 2 * job.num_domains;
   const int arrived = sent + job.num_domains;
   job.window[sent + peer] = job.words[peer];
-  put(rail, 0, peer, (arrived + job.domain) * sizeof(std::uint64_t),
-      (sent + peer) * sizeof(std::uint64_t), sizeof(std::uint64_t), job.domain);
   const std::uint64_t start = now_ns();
   std::uint64_t signals = 0;
+  bool is_put = false;
   do {
+    if (!is_put && (is_put = has_room(rail, peer, sizeof(std::uint64_t)))) {
+      put(rail, 0, peer, (arrived + job.domain) * sizeof(std::uint64_t),
+          (sent + peer) * sizeof(std::uint64_t), sizeof(std::uint64_t), job.domain);
+    }
     signals = read_signal(rail, peer);
-  } while (signals < job.round && ns_since(start) <= static_cast<std::int64_t>(job.deadline_ns));
-  job.arrivals[peer] = {load_relaxed(job.window + arrived + peer), signals};
+  } while ((!is_put || signals < job.round) &&
+           ns_since(start) <= static_cast<std::int64_t>(job.deadline_ns));
+  job.arrivals[peer] = {load_relaxed(job.window + arrived + peer), signals, is_put};
 }
 
 }  // namespace

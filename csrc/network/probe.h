@@ -17,6 +17,7 @@ constexpr int probe_words(int num_domains) { return 4 * num_domains; }
 struct Arrival {
   std::uint64_t word;     // only if it came
   std::uint64_t signals;  // how often that peer has signalled so far
+  bool was_taken;         // what this rank puts to it
 };
 
 struct Probe {

@@ -23,12 +23,59 @@ struct Rail {
   ncclWindow_t windows[kNumWindows];
 };
 
+// NCCL keeps puts in queues: one for each rail peer, or, with GPI, one for all.  Those to domains
+// with the same number share one.
+__device__ inline int queue_of(const Rail& rail, int domain) {
+  return ncclGin(rail.device, 0)._ginBackend == NCCL_NET_DEVICE_GIN_GPI ? 0 : domain;
+}
+
+// Whether the queue to the rail peer in `domain` has room for a put of `num_bytes`, by the indices
+// that NCCL's own puts wait for.  It stays true until a thread puts into that queue.
+__device__ inline bool has_room(const Rail& rail, int domain, std::size_t num_bytes) {
+  const ncclGin gin(rail.device, 0);
+  const auto context = gin._makeCtx();
+  const int peer = rail.device.ginConnectionsRailed
+                       ? domain
+                       : ncclTeamRankToWorld(rail.device, ncclTeamRail(rail.device), domain);
+  // Places that a put takes; NCCL cuts it into pieces of 1 GiB.
+  const std::uint32_t number = 1 + static_cast<std::uint32_t>(num_bytes >> 30);
+  switch (context.backend) {
+    case NCCL_NET_DEVICE_GIN_PROXY: {
+      const auto& queue =
+          static_cast<const ncclGinProxyGpuCtx_t*>(context.handle)[context.contextId];
+      const std::uint32_t put = *static_cast<const volatile std::uint32_t*>(queue.pis + peer);
+      const std::uint32_t done = *static_cast<const volatile std::uint32_t*>(queue.cis + peer);
+      return put - done + number <= queue.queueSize;
+    }
+#if NCCL_GIN_GDAKI_ENABLE
+    case NCCL_NET_DEVICE_GIN_GDAKI: {
+      auto* const queue =
+          static_cast<ncclGinGdakiGPUContext*>(context.handle)[context.contextId].gdqp + peer;
+      // A signal takes a place of its own.
+      const std::uint64_t last =
+          *static_cast<const volatile std::uint64_t*>(&queue->sq_rsvd_index) + number;
+      if (last < queue->sq_wqe_num) return true;
+      return doca_gpu_dev_verbs_poll_one_cq_at(&queue->cq_sq, last - queue->sq_wqe_num) == 0;
+    }
+#endif
+#if NCCL_GIN_GPI_ENABLE
+    case NCCL_NET_DEVICE_GIN_GPI: {
+      const Queue_t& queue = nccl::gin::gpi::gpi_gpu_channel_get_ptr(context)->queue_;
+      const std::uint64_t put = *static_cast<const volatile std::uint64_t*>(&queue.pi_);
+      const std::uint64_t done = *static_cast<const volatile std::uint64_t*>(&queue.ci_->value);
+      return put - done + number <= std::uint64_t{1} << queue.log_depth;
+    }
+#endif
+    default:
+      return false;
+  }
+}
+
 // Puts `num_bytes` from offset `from` of one of this rank's windows to offset `to` of the same
 // window of the rail peer in `domain`, and then counts that rank's signal `signal` up by 1, unless
 // it is kNoSignal.  Once that is seen there, this put and all earlier ones from here to there are
 // in their places.  What is put is what this thread can see now; it stays as it is until the signal
-// is seen.  Called by one thread; waits without an end while NCCL's queue to that peer is full
-// (docs/network.md).
+// is seen.  Called by one thread, where the queue has room: otherwise NCCL waits without an end.
 constexpr int kNoSignal = -1;
 __device__ inline void put(const Rail& rail, int window, int domain, std::size_t to,
                            std::size_t from, std::size_t num_bytes, int signal) {

@@ -94,6 +94,12 @@ void Rails::probe(const Window& window, double timeout_s) {
   const std::vector<Arrival> arrivals = device_->probe(window.handle(), words, job);
   for (int d = 0; d < num_domains_; ++d) {
     if (d == domain_) continue;
+    if (!arrivals[d].was_taken) {
+      throw PeerError(join_text("rank ", rank, " of ", communicator_->num_ranks(),
+                                ": the network (", transport_, ") has not taken put number ",
+                                round_, " for rank ", peer_in(d), " within ", timeout_s,
+                                " s: what was put before does not get there"));
+    }
     if (arrivals[d].signals < round_) {
       throw PeerError(join_text("rank ", rank, " of ", communicator_->num_ranks(), ": put number ",
                                 round_, " of rank ", peer_in(d), ", of domain ", d,

@@ -34,8 +34,8 @@ class Rails {
   std::size_t probe_bytes() const { return probe_words(num_domains_) * sizeof(std::uint64_t); }
   // Has a kernel put a word to each rail peer, and finds what each peer's put here.  Collective
   // along a rail; `window` reaches over the network.  Throws PeerError when a peer's put has not
-  // come within `timeout_s` seconds of the kernel's start, and Error when a word is wrong; these
-  // rails are of no use then.
+  // come, or this rank's was not taken, within `timeout_s` seconds of the kernel's start, and Error
+  // when a word is wrong; these rails are of no use then.
   void probe(const Window& window, double timeout_s);
 
   void close();

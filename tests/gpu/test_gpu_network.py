@@ -35,14 +35,17 @@ START_S, DEADLINE_S = 60.0, 3.0
 
 
 @contextmanager
-def network(ctx: RankContext, fails: bool, fault: str = "") -> Iterator[tuple[Any, Any]]:
+def network(
+    ctx: RankContext, fails: bool, fault: str = "", receives: int = 8
+) -> Iterator[tuple[Any, Any]]:
     """Rails and a window of a group of their own.
 
     Args:
         fails: at the end this rank gives them up, as after a failure, without the other ranks.
         fault: of this rank's link (tests/network/link.h).
+        receives: of the plugin, likewise.
     """
-    set_fault(fault)
+    set_fault(fault, receives)
     native, group = extension.load(), EpGroup.of(ctx.group)
     try:
         communicator = communicator_of(group, START_S)
@@ -114,6 +117,33 @@ def test_a_put_that_does_not_come_is_named_in_time(
         assert f"rank {rank} of {ctx.num_ranks}: put number 3 of rank 0" in texts[rank]
 
 
+def test_a_put_into_a_full_queue_ends_in_time(ctx: RankContext, hosts: int) -> None:
+    """What rank 0 puts is not sent, and it puts more than NCCL's queue to a peer has places.
+
+    NCCL's own put waits for room without an end, and the rank hung until its launcher killed it.
+    """
+    mine = f"stop:{counters(PLUGIN)['puts'] + 1}" if ctx.rank == 0 else ""
+    start, texts = time.monotonic(), []
+    with network(ctx, fails=True, fault=mine, receives=1) as (rails, window):
+        for _ in range(34):
+            try:
+                rails.probe(window, DEADLINE_S / 30)
+                texts.append("")
+            except PeerError as error:
+                texts.append(str(error))
+            gathered(ctx, None)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < START_S
+    if ctx.rank == 0:
+        assert texts[:32] == [""] * 32
+        for text in texts[32:]:
+            assert f"rank 0 of {ctx.num_ranks}: the network (proxy) has not taken put" in text
+    elif ctx.rank % (ctx.num_ranks // hosts) == 0:
+        assert all("of rank 0, of domain 0, has not come" in text for text in texts)
+    else:
+        assert texts == [""] * 34
+
+
 def counted(ctx: RankContext, call: Callable[[], Any]) -> tuple[Any, tuple[int, int], int]:
     """The result of a call, what this rank put in it (messages and bytes), and the bytes of these
     that went from GPU to GPU."""
@@ -154,10 +184,10 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
         ranks = ranks_of(ctx.rank, peer)
         pairs = sum(len(set(row) - {-1}) for row in ranks.tolist())
         puts = [
-            Puts.of_plan(L, on_rank, num_tokens, mine, pairs, int((ranks >= 0).sum())),
+            Puts.of_plan(L, on_rank, num_tokens, pairs, int((ranks >= 0).sum())),
             Puts.of_rows(mine, 2 * hidden, phases, num_tokens * top_k),
             Puts.of_rows(theirs, 2 * hidden, phases),
-            Puts.of_rows(theirs, 2 * hidden, phases, theirs * top_k),
+            Puts.of_rows(theirs, 2 * hidden, phases, -(-num_tokens // native.CHUNK) * native.CHUNK * top_k),
         ]
         expected += torch.tensor([[p.messages, int(p.num_bytes)] for p in puts])
 
@@ -195,8 +225,8 @@ def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int, crowds: bool) 
     rounds = model.rounds(hosts)
     assert rounds > 1
     native = extension.load()
-    round_tokens = -(-model.num_tokens // native.CHUNK // rounds) * native.CHUNK
-    phases = native.num_phases_of(round_tokens, model.row_bytes)
+    chunks = -(-model.num_tokens // native.CHUNK // rounds)
+    phases = min(native.num_phases_of(chunks * native.CHUNK, model.row_bytes), chunks // 2 + 1)
     on_rank = model.num_experts // ctx.num_ranks
     # The rank that gets all rows has no room for those of more.
     num_tokens = 1024 if crowds and ctx.rank > 0 else model.num_tokens

@@ -87,7 +87,7 @@ MISTAKES = {
         "native/rows/pairs.cuh", "counts[group[i]] = 0;", "",
         "rows", 2, "."),
     "a count of staging CTAs is not reset": Mistake(
-        "native/rows/dispatch.cu", "me.state->staged[phase] = 0;", "",
+        "native/rows/stage.cuh", "*count = 0;", "",
         "rows", 2, "a wait was in vain|dispatch: "),
     "the work counter is not reset": Mistake(
         "native/device/wait.cuh",
@@ -101,7 +101,8 @@ MISTAKES = {
         "dispatches", 2, "dispatch: weight"),
     "a dispatch is over before all ranks have entered it": Mistake(
         "native/rows/dispatch.cu",
-        "if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);", "",
+        "blockIdx.x == 0) {\n        «compare_entries(me, rails, Phase::kDispatch, entry, epoch);»",
+        "",
         "dispatches", 4, "dispatch: "),
     "entries of two calls lie in one place": Mistake(
         "native/device/wait.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
@@ -140,7 +141,7 @@ MISTAKES = {
 
     # In which order others see it.
     "a phase's flag is seen before its rows": Mistake(
-        "native/rows/dispatch.cu", "«__threadfence_system();»  // for what all warps", "",
+        "native/rows/stage.cuh", "«__threadfence_system();»  // for what all warps", "",
         "dispatches", 2, "dispatch: "),
     "what a flag stands for is loaded before the flag": Mistake(
         "native/device/wait.cuh", "return «load_acquire(word)» >= goal;", "load_relaxed(word)",
@@ -166,13 +167,13 @@ MISTAKES = {
         "native/rows/progress.cuh", "«__threadfence_block();»  // lane 0 also", "",
         "rows", 2, "dispatch: "),
     "the last staging CTA does not pass on the others' rows": Mistake(
-        "native/rows/dispatch.cu", "«fence_system();»  // passes on", "",
+        "native/rows/stage.cuh", "«fence_system();»  // passes on", "",
         "dispatches", 2, "dispatch: "),
     "who completes a chunk does not pass on the others' sums": Mistake(
         "native/rows/pairs.cuh", "if (completes) fence_system();", "",
         "combines", 3, "combine: "),
     "rows are staged without a fence of bulk copies": Mistake(
-        "native/rows/dispatch.cu", "fence_for_bulk_copies();", "",
+        "native/rows/stage.cuh", "fence_for_bulk_copies();", "",
         "dispatches", 2, "dispatch: "),
     "rows are loaded without a fence of bulk copies": Mistake(
         "native/rows/progress.cuh", "fence_for_bulk_copies();", "",

@@ -4,11 +4,13 @@
 //
 //   RMA_LOOP_GBPS        10^9 bytes per second, in each direction
 //   RMA_LOOP_LATENCY_US  from one end to the other
+//   RMA_LOOP_RECEIVES    receives of a plugin (8): NCCL's queue to a peer has 32 times as many
+//                        places; a power of two, for groups that are made from then on
 //   RMA_LOOP_STAGED      1: all bytes pass the memory of the host, also those from GPU to GPU
 //   RMA_LOOP_FAULT       what goes wrong with the N-th put of this process, from 1:
 //                          drop:N      it is lost, and counts as done at its source
 //                          delay:N:MS  it arrives so many milliseconds later
-//                          stop:N      it and all later ones are never sent
+//                          stop:N      it and all later ones are not sent, until this changes
 //                          silent:N    the same, and from then on nothing arrives here either
 //                          error:N     the call fails
 #pragma once
@@ -35,7 +37,7 @@ enum Fault { kNone, kDrop, kDelay, kStop, kSilent, kError, kNumFaults };
 
 struct Link {
   double gbps = 0, latency_us = 0;  // gbps: bytes per nanosecond; 0: no limit
-  double is_staged = 0;
+  double is_staged = 0, receives = 8;
   Fault fault = kNone;
   u64 fault_number = 0, delay_ms = 0;
   u64 out_free_ns = 0, in_free_ns = 0;
@@ -64,8 +66,14 @@ inline bool read_environment(Link& link) {
   Link read;
   const bool are_numbers = read_number("RMA_LOOP_GBPS", read.gbps) &&
                            read_number("RMA_LOOP_LATENCY_US", read.latency_us) &&
-                           read_number("RMA_LOOP_STAGED", read.is_staged);
+                           read_number("RMA_LOOP_STAGED", read.is_staged) &&
+                           read_number("RMA_LOOP_RECEIVES", read.receives);
   if (!are_numbers) return false;
+  const auto receives = static_cast<unsigned>(read.receives);
+  if (receives < 1 || receives != read.receives || (receives & (receives - 1)) != 0) {
+    fprintf(stderr, "RMA_LOOP_RECEIVES=%g: must be a power of two\n", read.receives);
+    return false;
+  }
   if (const char* text = getenv("RMA_LOOP_FAULT")) {
     const char* const names[] = {"none", "drop", "delay", "stop", "silent", "error"};
     char name[16] = "";

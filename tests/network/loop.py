@@ -57,9 +57,13 @@ def _counted(plugin: Path | str, symbol: str, names: tuple[str, ...]) -> dict[st
     return dict(zip(names, values, strict=True))
 
 
-def set_fault(fault: str) -> None:
-    """Let this process's links have the fault, and no other; see RMA_LOOP_FAULT in link.h."""
+def set_fault(fault: str, receives: int = 8) -> None:
+    """Let this process's links have the fault, and no other; see RMA_LOOP_FAULT in link.h.
+
+    `receives`: RMA_LOOP_RECEIVES there.
+    """
+    os.environ["RMA_LOOP_RECEIVES"] = str(receives)
     os.environ.pop("RMA_LOOP_FAULT", None)
     os.environ |= {"RMA_LOOP_FAULT": fault} if fault else {}
     if ctypes.CDLL(os.environ["NCCL_RMA_PLUGIN"]).rma_loop_read_environment() != 0:
-        raise ValueError(f"RMA_LOOP_FAULT={fault}")
+        raise ValueError(f"RMA_LOOP_FAULT={fault}, RMA_LOOP_RECEIVES={receives}")

@@ -57,7 +57,7 @@ Result properties(int, Properties* of) {
   of->memory_types = kHost | kCuda;
   of->speed_mbps = 100'000;
   of->max_groups = 1024;
-  of->max_receives = 8;  // NCCL's queues have 32 times as many places, which must be a power of two
+  of->max_receives = static_cast<int>(link_.receives);
   of->device_type = kProxyDevice;
   of->num_virtual = 1;
   of->max_p2p_bytes = of->max_collective_bytes = std::size_t{1} << 40;

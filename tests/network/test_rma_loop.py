@@ -195,6 +195,39 @@ def a_fault(plugin: str, sender: str, receiver: str, done: list[bool], bytes_: l
     me.close()
 
 
+def receives(me: Rank) -> int:
+    """How many the plugin says that it takes."""
+    properties = (ctypes.c_int * 64)()
+    me.call("properties", 0, properties)
+    return properties[13]  # of `Properties` in rma_plugin.h
+
+
+def a_direction_stops_and_goes_on(plugin: str) -> None:
+    """With a plugin of one receive, as many puts as NCCL's queue has places then wait."""
+    read = ctypes.CDLL(plugin).rma_loop_read_environment
+    me = Rank(plugin, 64, {"RMA_LOOP_RECEIVES": "1"})
+    assert receives(me) == 1
+    os.environ["RMA_LOOP_FAULT"] = "stop:1"
+    assert read() == 0
+    sent = []
+    if me.rank == 0:
+        me.data[:] = 1
+        sent = [me.put(1, i, i, 1) for i in range(32)]
+    me.step()
+    assert not any(map(me.is_done, sent))
+    assert not (me.rank == 1 and (me.data.any() or me.signal()))
+    del os.environ["RMA_LOOP_FAULT"]
+    assert read() == 0
+    me.until(lambda: me.rank == 0 or me.signal() == 32)
+    me.until(lambda: not sent or (me.is_done(sent[0]) and not sent.pop(0)))
+    assert me.rank == 0 or me.data.sum() == 32
+    for wrong in ("0", "3", "1.5"):
+        os.environ["RMA_LOOP_RECEIVES"] = wrong
+        assert read() == INVALID_USAGE
+    assert receives(me) == 1
+    me.close()
+
+
 def memory_that_is_not_registered(plugin: str) -> None:
     """Writes nothing, not even the part that is inside; both ends see an error."""
     me = Rank(plugin, 200_000, {})  # longer than one slot
@@ -239,6 +272,7 @@ YES, NO = True, False
         ("a_fault", 2, ["delay:2:400", "", [YES, YES, YES], [10, 20, 30, 3]]),
         ("a_fault", 2, ["stop:2", "", [YES, NO, NO], [10, 0, 0, 1]]),
         ("a_fault", 2, ["", "silent:0", [NO, NO, NO], [0, 0, 0, 0]]),
+        ("a_direction_stops_and_goes_on", 2, []),
         ("memory_that_is_not_registered", 2, []),
     ],
 )

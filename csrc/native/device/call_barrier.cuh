@@ -27,7 +27,8 @@ __device__ inline std::uint64_t entry_of(const KernelContext& me, std::uint64_t 
 // Tells every rank that this one has entered, and so has left the previous call.  Called by all
 // threads of one CTA.
 template <typename R>
-__device__ void enter(const KernelContext& me, const R& rails, std::uint64_t number) {
+__device__ void enter(const KernelContext& me, const R& rails, Phase phase, std::uint64_t number,
+                      std::uint64_t epoch) {
   if (threadIdx.x < me.control.local_ranks()) {
     const int rank = local_rank(me, threadIdx.x);
     store_release(entry_word(me, rank, number, me.rank), entry_of(me, number));
@@ -39,8 +40,9 @@ __device__ void enter(const KernelContext& me, const R& rails, std::uint64_t num
     const std::size_t sent = layout.sent_entry() + number % 2 * 8;
     // The same word for all of them.
     *reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + sent) = entry_of(me, number);
-    put(me, rails, kControlWindow, domain,
-        layout.entries() + (number % 2 * layout.num_domains() + own) * 8, sent, 8, kEntryPut);
+    // Without room the group fails, and so does what waits here for the others' entries.
+    (void)put(me, rails, phase, epoch, kControlWindow, domain,
+              layout.entries() + (number % 2 * layout.num_domains() + own) * 8, sent, 8, kEntryPut);
   }
 }
 

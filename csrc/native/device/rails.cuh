@@ -61,14 +61,38 @@ struct Rails {
 };
 
 // Puts from one place of this rank's window to another of that of its rail peer, with a signal or,
-// if it is kNumRailSignals, without.  Called by one thread.
-__device__ inline void put(const KernelContext& me, const Rails& rails, RailWindow window,
-                           int domain, std::size_t to, std::size_t from, std::size_t num_bytes,
-                           RailSignal signal = kNumRailSignals) {
-  const int own = me.control.domain_of(me.rank);
-  const int number =
-      signal == kNumRailSignals ? network::kNoSignal : signal * me.control.num_domains + own;
-  network::put(rails.rail, window, domain, to, from, num_bytes, number);
+// if it is kNumRailSignals, without.  Before, `wait(is_over)` waits for NCCL's queue: until no
+// other thread puts into it, and until it has room, which depends on the network only.  False, and
+// nothing is put, when that does.  Called by one thread.
+template <typename Wait>
+__device__ bool put_after(Wait&& wait, const KernelContext& me, const Rails& rails,
+                          RailWindow window, int domain, std::size_t to, std::size_t from,
+                          std::size_t num_bytes, RailSignal signal) {
+  unsigned int* const is_in_use = &me.state->queue_in_use[network::queue_of(rails.rail, domain)];
+  if (!wait([&] { return atomicExch(is_in_use, 1u) == 0; })) return false;
+  __threadfence();
+  const bool has_room = wait([&] { return network::has_room(rails.rail, domain, num_bytes); });
+  if (has_room) {
+    const int own = me.control.domain_of(me.rank);
+    const int number =
+        signal == kNumRailSignals ? network::kNoSignal : signal * me.control.num_domains + own;
+    network::put(rails.rail, window, domain, to, from, num_bytes, number);
+  }
+  __threadfence();
+  atomicExch(is_in_use, 0u);
+  return has_room;
+}
+
+// The same with the wait of the phase.  False when the group has failed: then the caller puts
+// nothing that stands for this put, such as the signal of a later one.
+[[nodiscard]] __device__ inline bool put(const KernelContext& me, const Rails& rails, Phase phase,
+                                         std::uint64_t epoch, RailWindow window, int domain,
+                                         std::size_t to, std::size_t from, std::size_t num_bytes,
+                                         RailSignal signal = kNumRailSignals) {
+  const auto wait = [&](auto&& is_over) {
+    return wait_until(me, phase, rail_peer_in(me, domain), epoch, is_over);
+  };
+  return put_after(wait, me, rails, window, domain, to, from, num_bytes, signal);
 }
 
 // Whether the rail peer in `domain` has counted a signal up to `goal`.  Then everything that it had
@@ -86,13 +110,18 @@ __device__ inline bool wait_for_signals(const KernelContext& me, const Rails& ra
                     [&] { return has_counted(me, rails, signal, domain, goal); });
 }
 
-// The same for the `number`-th signal in this operation, from 1.
+// How far the `number`-th signal in this operation counts, from 1.
+__device__ inline std::uint64_t signals_up_to(const KernelContext& me, RailSignal signal,
+                                              int number) {
+  return *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
+}
+
+// Waits for that signal.
 __device__ inline bool wait_for_signal(const KernelContext& me, const Rails& rails, Phase phase,
                                        RailSignal signal, int domain, int number,
                                        std::uint64_t epoch) {
-  const std::uint64_t goal =
-      *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
-  return wait_for_signals(me, rails, phase, signal, domain, goal, epoch);
+  return wait_for_signals(me, rails, phase, signal, domain, signals_up_to(me, signal, number),
+                          epoch);
 }
 
 #endif

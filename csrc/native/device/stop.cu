@@ -12,6 +12,20 @@ namespace {
 constexpr int kThreads = 64;  // one for each domain, and for each rank of this one
 static_assert(kThreads >= kMaxDomains && kThreads >= kMaxLocalRanks);
 
+// Puts a word whether or not the group has failed, within the deadline from `begin` on.
+template <typename R>
+__device__ void put_last(const KernelContext& me, const R& rails, std::uint64_t begin, int domain,
+                         std::size_t to, std::size_t from, std::size_t num_bytes,
+                         RailSignal signal) {
+  const auto wait = [&](auto&& is_over) {
+    while (!is_over()) {
+      if (ns_since(begin) > static_cast<std::int64_t>(me.deadline_ns)) return false;
+    }
+    return true;
+  };
+  put_after(wait, me, rails, kControlWindow, domain, to, from, num_bytes, signal);
+}
+
 template <typename R>
 __global__ void refuse_kernel(KernelContext me, Phase phase, const __grid_constant__ R rails) {
   const int domain = threadIdx.x, place = threadIdx.x;
@@ -29,7 +43,7 @@ __global__ void refuse_kernel(KernelContext me, Phase phase, const __grid_consta
     const std::size_t sent = RailLayout{me.control}.sent_stop();
     if (!has_rail_peer(me, domain)) return;
     *reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + sent) = word;
-    put(me, rails, kControlWindow, domain, me.control.stop(), sent, 8, kStopPut);
+    put_last(me, rails, now_ns(), domain, me.control.stop(), sent, 8, kStopPut);
   }
 }
 
@@ -51,7 +65,7 @@ __global__ void settle_kernel(KernelContext me, const __grid_constant__ Rails ra
   const std::uint64_t before = me.state->rail_signals[kLastPut], begin = now_ns();
   if (has_rail_peer(me, domain)) {
     for (int round = 1; round <= kLastRounds; ++round) {
-      put(me, rails, kControlWindow, domain, 0, 0, 0, kLastPut);
+      put_last(me, rails, begin, domain, 0, 0, 0, kLastPut);
       while (network::read_signal(rails.rail, signal) < before + round) {
         if (ns_since(begin) > static_cast<std::int64_t>(me.deadline_ns)) break;
       }

@@ -17,10 +17,8 @@ namespace ncclep::native {
 
 namespace {
 
-// With several domains, a rows window that would be larger is for rounds; of at least so many
-// tokens, because each has fixed costs (docs/network.md).
+// With several domains, a rows window that would be larger is for rounds.
 constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
-constexpr int kLeastRoundTokens = 512;
 
 }  // namespace
 
@@ -28,7 +26,7 @@ WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t
   check_sizes(max_tokens, top_k, row_bytes);
   control.max_tokens = num_chunks_of(max_tokens) * kChunk;
   control.max_top_k = top_k;
-  control.num_rounds = num_rounds_for(control, row_bytes, kMostRowsBytes, kLeastRoundTokens);
+  control.num_rounds = num_rounds_for(control, row_bytes, kMostRowsBytes);
   const std::size_t control_bytes =
       control.num_domains > 1 ? RailLayout{control}.end() : control.num_bytes();
   return {control, row_bytes, control_bytes, rows_window_bytes(control, row_bytes)};

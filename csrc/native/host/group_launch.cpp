@@ -39,9 +39,8 @@ TokenRoutes token_routes_of(const Tensor& token_routes) {
 }  // namespace
 
 std::int64_t rail_routes_size(const Control& control, int num_chunks) {
-  const int most_tokens = num_chunks * kChunk;
   if (control.num_domains == 1) return 0;
-  return RailRoutes::size(control.num_domains, most_tokens, most_tokens);
+  return RailRoutes::size(control, num_chunks * kChunk, num_chunks);
 }
 
 std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
@@ -52,10 +51,9 @@ std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
 }
 
 RailRoutes Group::rail_routes(const Plan& plan) const {
-  const int most_tokens = plan.num_chunks * kChunk;
   if (control_.num_domains == 1) return {};
-  return RailRoutes::in(pointer<std::int32_t>(plan.routes), control_.num_domains, most_tokens,
-                        most_tokens);
+  return RailRoutes::in(pointer<std::int32_t>(plan.routes), control_, plan.num_chunks * kChunk,
+                        plan.num_chunks);
 }
 
 ReceivedRoutes Group::received_routes(const Plan& plan) const {

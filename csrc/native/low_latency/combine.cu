@@ -207,11 +207,14 @@ __device__ bool put_token_sums(const KernelContext& me, const R& rails, const Lo
   if (passed != 0 && passed < kSentFailed) {
     see_other_ctas();
     const int domain = threadIdx.x;
+    bool is_put = true;
     if (has_rail_peer(me, domain)) {
       const Message message(me, ll, domain);
-      put(me, rails, kLowLatencyWindow, domain, window.domain_sums(own), window.sent_sums(domain),
-          std::size_t{1} * message.num_tokens * window.sum_bytes, kTokenSumsPut);
+      is_put = put(me, rails, Phase::kLowLatencyCombine, number, kLowLatencyWindow, domain,
+                   window.domain_sums(own), window.sent_sums(domain),
+                   std::size_t{1} * message.num_tokens * window.sum_bytes, kTokenSumsPut);
     }
+    has_failed = !__syncthreads_and(is_put);
     if (threadIdx.x == 0) me.state->rail_signals[kTokenSumsPut] = goal;
   }
   return !has_failed &&

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   if constexpr (R::kAreThere) {
     domains.set(found.domains, job.num_tokens, me.control.num_domains);
   }
-  const bool has_failed = __syncthreads_or(now.has_failed);
+  bool has_failed = __syncthreads_or(now.has_failed);
   const int thread = threadIdx.x;
   if (blockIdx.x == 0 && thread < job.num_tokens) {
     ll.state->ranks_of[thread] = found.ranks;
@@ -270,7 +270,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   if constexpr (R::kAreThere) {
     if (sent != 0 && sent < kSentFailed) {
       see_other_ctas();
-      put_messages(me, rails, ll, domains, job.num_tokens, bad);
+      has_failed =
+          !__syncthreads_and(put_messages(me, rails, ll, domains, job.num_tokens, bad, now.number));
       if (thread == 0) me.state->rail_signals[kTokensPut] = ll.state->tokens_put = tokens_put;
     }
     if (!job.completes) return;

@@ -151,20 +151,21 @@ struct TokenBatch {
 };
 
 // Puts this rank's messages, which all CTAs have written, to the rail peers.  Called by all threads
-// of the CTA that has seen that.
+// of the CTA that has seen that; false for a thread that could not.
 template <typename R>
-__device__ void put_messages(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
-                             const DomainPlaces& domains, int num_tokens,
-                             std::uint32_t bad_routing) {
+__device__ bool put_messages(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
+                             const DomainPlaces& domains, int num_tokens, std::uint32_t bad_routing,
+                             std::uint64_t epoch) {
   const int domain = threadIdx.x;
-  if (!has_rail_peer(me, domain)) return;
+  if (!has_rail_peer(me, domain)) return true;
   const std::size_t from = ll.window.sent_message(domain);
   const int number = domains.count(domain, num_tokens);
   auto* head = reinterpret_cast<std::uint64_t*>(ll.window_of[me.rank] + from);
   head[0] = number;
   head[1] = bad_routing;
-  put(me, rails, kLowLatencyWindow, domain, ll.window.message(me.control.domain_of(me.rank)), from,
-      ll.window.message_bytes(number), kTokensPut);
+  return put(me, rails, Phase::kLowLatencyDispatch, epoch, kLowLatencyWindow, domain,
+             ll.window.message(me.control.domain_of(me.rank)), from,
+             ll.window.message_bytes(number), kTokensPut);
 }
 
 // Waits until all rail peers have counted `signal` up to `goal`; false, for the whole CTA, when the

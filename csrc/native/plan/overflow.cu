@@ -71,8 +71,9 @@ __device__ void pass_wanted_on(const KernelContext& me, const R& rails, std::uin
   bool is_here = true;
   if (has_rail_peer(me, domain)) {
     const std::size_t row = layout.wanted() + std::size_t{8} * me.rank * num_experts;
-    put(me, rails, kControlWindow, domain, row, row, std::size_t{8} * num_experts, kWantedPut);
-    is_here = wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch);
+    is_here = put(me, rails, Phase::kPlan, epoch, kControlWindow, domain, row, row,
+                  std::size_t{8} * num_experts, kWantedPut) &&
+              wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch);
   }
   if (!__syncthreads_and(is_here)) return;
   const int own = layout.domain_of(me.rank), all = layout.num_domains * locals * num_experts;
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
   // After a failure nothing is written: `count` of this plan will not use it.
   if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, rails, entry);
+    if (blockIdx.x == 0) enter(me, rails, Phase::kPlan, entry, epoch);
     count_part<Index>(partition, tile, job.topk_idx, shared.total, scratch.parts,
                       [](int, std::uint32_t, std::uint32_t) {});
     if (grid_barrier(me, Phase::kPlan)) {

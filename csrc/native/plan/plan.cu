@@ -36,7 +36,11 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr std::uint32_t kBadBit = 1u << 31;  // flag on a number of pairs
+// A number of pairs has, with several domains, the number of the source's chunks of tokens above
+// it, and a flag for a bad routing.
+constexpr std::uint32_t kBadBit = 1u << 31;
+constexpr int kPairBits = 20;
+static_assert(kMaxTokens < 1 << kPairBits && kMaxTokens / 128 < 1 << (31 - kPairBits));
 
 static_assert(kMaxTokens <= 1 << 16, "a place has 16 bits");
 
@@ -48,6 +52,7 @@ struct Shared {
   int *block_start, *block_rows, *block_assignments;  // [experts of this rank]
   int* assignments_of;                                // [R]
   std::uint32_t* bad_ranks;                           // [kRankWords]
+  int* most_chunks;                                   // [1]: with several domains
 
   __device__ Shared(const TokenPartition& partition, char* memory)
       : start(reinterpret_cast<int*>(memory)),
@@ -57,11 +62,12 @@ struct Shared {
         block_rows(block_start + partition.num_local()),
         block_assignments(block_rows + partition.num_local()),
         assignments_of(block_assignments + partition.num_local()),
-        bad_ranks(reinterpret_cast<std::uint32_t*>(assignments_of + partition.num_ranks)) {}
+        bad_ranks(reinterpret_cast<std::uint32_t*>(assignments_of + partition.num_ranks)),
+        most_chunks(reinterpret_cast<int*>(bad_ranks + kRankWords)) {}
 
   static std::size_t num_bytes(const TokenPartition& partition) {
     return sizeof(int) * (2 * partition.part_size() + partition.num_experts +
-                          2 * partition.num_ranks + 3 * partition.num_local() + kRankWords);
+                          2 * partition.num_ranks + 3 * partition.num_local() + kRankWords + 1);
   }
 };
 
@@ -74,7 +80,7 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
 // Posts to every rank how much it will receive from this one.  False when the group has failed.
 template <typename R>
 __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanScratch& scratch,
-                            const int* total, bool is_bad, std::uint64_t plans,
+                            const int* total, int num_chunks, bool is_bad, std::uint64_t plans,
                             std::uint64_t epoch) {
   const Control& layout = me.control;
   const int num_experts = layout.num_experts, num_local = layout.num_local();
@@ -82,8 +88,9 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
     const bool is_pairs = i >= num_experts;
     const int rank = is_pairs ? i - num_experts : i / num_local;
     const int column = is_pairs ? num_local : i % num_local;
-    const std::uint32_t value = total[i] | (is_pairs && is_bad ? kBadBit : 0);
+    std::uint32_t value = total[i] | (is_pairs && is_bad ? kBadBit : 0);
     if constexpr (R::kAreThere) {
+      if (is_pairs) value |= static_cast<std::uint32_t>(num_chunks) << kPairBits;
       if (!is_local(me, rank)) {
         *sent_count(me, layout.domain_of(rank), layout.place_of(rank) * (num_local + 1) + column) =
             value;
@@ -95,12 +102,8 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
   if constexpr (R::kAreThere) {
     const int columns = num_experts + layout.num_ranks + layout.num_domains;
     for (int i = threadIdx.x; i < columns; i += kPlanThreads) __stcg(scratch.totals + i, total[i]);
-    if (has_rail_peer(me, threadIdx.x)) {
-      *sent_count(me, threadIdx.x, RailLayout{layout}.num_counts() - 1) =
-          total[columns - layout.num_domains + threadIdx.x];
-    }
     return exchange_counts(
-        me, rails, scratch, epoch, [&](int rank, int source, int column, std::uint32_t value) {
+        me, rails, epoch, [&](int rank, int source, int column, std::uint32_t value) {
           post_numbered(count_word(me.control_of[rank], layout, plans, source, column), plans,
                         value);
         });
@@ -118,6 +121,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   if (threadIdx.x < kRankWords) shared.bad_ranks[threadIdx.x] = 0;
+  if (R::kAreThere && threadIdx.x == 0) *shared.most_chunks = 0;
   __syncthreads();
   bool is_complete = true;
   for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
@@ -127,11 +131,18 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
         count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
     is_complete = is_complete && value >= 0;
     shared.arrived[i] = static_cast<int>(value & ~kBadBit);
+    if constexpr (R::kAreThere) {
+      if (i % columns == num_local) {
+        atomicMax(shared.most_chunks, shared.arrived[i] >> kPairBits);
+        shared.arrived[i] &= (1 << kPairBits) - 1;
+      }
+    }
     if (value >= 0 && (value & kBadBit)) {
       atomicOr(shared.bad_ranks + source / 32, 1u << source % 32);
     }
   }
   if (!__syncthreads_and(is_complete)) return;
+  if (R::kAreThere && threadIdx.x == 0) *plan.rail_routes.most_chunks = *shared.most_chunks;
   constexpr int kLanes = R::kAreThere ? kWarpSize : 1;  // that share the sources of an expert
   const int part = threadIdx.x % kLanes;
   for (int local = threadIdx.x / kLanes; local < num_local; local += kPlanThreads / kLanes) {
@@ -260,12 +271,16 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       assignments = warp_sum(assignments);
       if (lane == 0) {
         tile.of_rank[i] = assignments;
-        if (!R::kAreThere || is_local(me, rank)) {
-          chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] =
-              before[num_experts + rank];
-        }
+        chunk_pairs[rank * (layout.max_chunks() + 1) + first + chunk] = before[num_experts + rank];
       }
       if constexpr (!R::kAreThere) scan_tokens(tile.of_token + i * kChunk);
+    }
+    if constexpr (R::kAreThere) {
+      for (int i = threadIdx.x; i < chunks * layout.num_domains; i += kPlanThreads) {
+        const int chunk = i / layout.num_domains, domain = i % layout.num_domains;
+        write_num_nodes(me, plan, domain, first + chunk,
+                        tile.before[chunk * columns + partition.column_of_domain(domain)]);
+      }
     }
     __syncthreads();
     const int tokens = min(partition.num_tokens - first * kChunk, chunks * kChunk);
@@ -293,7 +308,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       int name = first * kChunk + token;
       if constexpr (R::kAreThere) {
         const int domain = partition.column_of_domain(layout.domain_of(rank));
-        if (!is_local(me, rank)) name = before[domain] + count_before(bitmaps[domain], place);
+        if (!is_local(me, rank)) name += count_before(bitmaps[domain], place) - place;
       }
       pair_routes[static_cast<std::size_t>(rank) * layout.max_tokens + pair] = {name,
                                                                                 first_assignment};
@@ -312,13 +327,13 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
       if constexpr (R::kAreThere) {
         const int chunk = token / kChunk * columns;
         write_node_tokens(me, plan, partition, tile.bitmaps + chunk, tile.before + chunk,
-                          first * kChunk + token, place, tile.assignments + token * top_k);
+                          first * kChunk + token, tile.assignments + token * top_k);
       }
     }
   });
 }
 
-// The pairs of a rank before chunks that no token or node token begins.
+// The pairs of a rank, and the node tokens, before chunks that no token begins.
 template <typename R>
 __device__ void write_ends(const KernelContext& me, const PlanCount& plan,
                            const TokenPartition& partition, const int* total) {
@@ -327,13 +342,13 @@ __device__ void write_ends(const KernelContext& me, const PlanCount& plan,
       reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + layout.chunk_pairs());
   for (int i = threadIdx.x; i < layout.num_ranks * (plan.most_chunks + 1); i += kPlanThreads) {
     const int rank = i % layout.num_ranks, chunk = i / layout.num_ranks;
-    int tokens = partition.num_tokens;
-    if constexpr (R::kAreThere) {
-      const int column = partition.column_of_domain(layout.domain_of(rank));
-      if (!is_local(me, rank)) tokens = total[column];
-    }
+    const int tokens = partition.num_tokens;
     if (chunk < (tokens + kChunk - 1) / kChunk) continue;
     chunk_pairs[rank * (layout.max_chunks() + 1) + chunk] = total[layout.num_experts + rank];
+    if constexpr (R::kAreThere) {
+      if (rank >= layout.num_domains) continue;
+      write_num_nodes(me, plan, rank, chunk, total[partition.column_of_domain(rank)]);
+    }
   }
 }
 
@@ -383,7 +398,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
     finish(me, rails, plan, scratch, plans, entry, epoch);
     return;
   }
-  if (blockIdx.x == 0 && me.call != 0) enter(me, rails, entry);
+  if (blockIdx.x == 0 && me.call != 0) enter(me, rails, Phase::kPlan, entry, epoch);
   count_part<Index>(partition, tile, plan.topk_idx, shared.total, scratch.parts,
                     [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
                       plan.token_routes.token_ranks[token] = ranks;
@@ -404,7 +419,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (is_leader) {
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
     const bool is_bad = was_bad || shared.total[partition.num_columns()] != 0;
-    if (post_counts(me, rails, scratch, shared.total, is_bad, plans, epoch)) {
+    if (post_counts(me, rails, scratch, shared.total, partition.num_chunks(), is_bad, plans,
+                    epoch)) {
       take_counts<R>(me, plan, scratch, shared, plans, epoch);
     }
   }

@@ -68,36 +68,51 @@ struct ReceivedRoutes {
 };
 
 // What a plan has for the other NVLink domains; null where there is one (rail_layout.h).  T tokens
-// of this rank, S of any rank.
+// of this rank, S of any rank, in C chunks; in static mode S and C are upper bounds.
 struct RailRoutes {
-  std::int32_t* num_sent;           // [D]: this rank's node tokens for each domain
+  // Of this rank's node tokens for each domain:
+  std::int32_t* sent_before;        // [D, C + 1]: their number before each chunk of tokens
   std::int32_t* node_of;            // [D, T]: a token's index among them; -1: it is none
   std::int32_t* token_of;           // [D, T]: the tokens with these indices
   std::uint32_t* sent_assignments;  // [D, T]: a token's assignments in the domain, one bit each
-  // Of the node tokens that rail peers have for this domain:
-  std::int32_t* num_here;   // [D]
+  std::int32_t* most_chunks;        // [1]: of tokens, of the rank with the most in this batch
+  // Of those that ranks of other domains have for this one:
+  std::int32_t* before;  // [R, C + 1]: their number before each chunk of tokens
+  // Of those of rail peers, by name:
   std::uint32_t* ranks_of;  // [D, S]: ranks that have rows of it, one bit for each place
   std::int32_t* own_pair;   // [D, S]: its pair on this rank, if it has one
   int num_tokens = 0, most_tokens = 0;
 
   // All of them in `memory`, int32 [size(...)].
-  static RailRoutes in(std::int32_t* memory, int num_domains, int num_tokens, int most_tokens) {
-    const std::int64_t mine = std::int64_t{num_domains} * num_tokens,
-                       here = std::int64_t{num_domains} * most_tokens;
+  static RailRoutes in(std::int32_t* memory, const Control& control, int num_tokens,
+                       int num_chunks) {
+    const std::int64_t domains = control.num_domains, mine = domains * num_tokens;
     RailRoutes parts;
-    parts.num_sent = memory;
-    parts.node_of = parts.num_sent + num_domains;
+    parts.num_tokens = num_tokens;
+    parts.most_tokens = num_chunks * kChunk;
+    parts.most_chunks = memory;
+    parts.sent_before = memory + 1;
+    parts.node_of = parts.sent_before + domains * (num_chunks + 1);
     parts.token_of = parts.node_of + mine;
     parts.sent_assignments = reinterpret_cast<std::uint32_t*>(parts.token_of + mine);
-    parts.num_here = parts.token_of + 2 * mine;
-    parts.ranks_of = reinterpret_cast<std::uint32_t*>(parts.num_here + num_domains);
-    parts.own_pair = parts.num_here + num_domains + here;
-    parts.num_tokens = num_tokens;
-    parts.most_tokens = most_tokens;
+    parts.before = parts.token_of + 2 * mine;
+    parts.own_pair = parts.before + std::int64_t{control.num_ranks} * (num_chunks + 1);
+    parts.ranks_of = reinterpret_cast<std::uint32_t*>(parts.own_pair + domains * parts.most_tokens);
     return parts;
   }
-  static std::int64_t size(int num_domains, int num_tokens, int most_tokens) {
-    return std::int64_t{num_domains} * (2 + 3 * num_tokens + 2 * most_tokens);
+  static std::int64_t size(const Control& control, int num_tokens, int num_chunks) {
+    return 1 + std::int64_t{control.num_domains + control.num_ranks} * (num_chunks + 1) +
+           std::int64_t{control.num_domains} * (3 * num_tokens + 2 * num_chunks * kChunk);
+  }
+
+  NCCLEP_BOTH int num_chunks() const { return most_tokens / kChunk; }
+  // Node tokens of this rank for `domain`, and of `source` for this one, before the chunk that
+  // begins at `token`.
+  NCCLEP_BOTH int num_sent(int domain, int token) const {
+    return sent_before[domain * (num_chunks() + 1) + token / kChunk];
+  }
+  NCCLEP_BOTH int num_before(int source, int token) const {
+    return before[source * (num_chunks() + 1) + token / kChunk];
   }
 };
 
@@ -110,7 +125,6 @@ struct PlanScratch {
   std::int32_t* first_assignment;  // [R + 1]
   std::int32_t* is_refused;        // [1]: some rank's routing is bad; the host knows and will raise
   std::int32_t* totals;            // [columns + 1]: of this rank; with several domains only
-  std::int32_t* num_here;          // [D]: as in RailRoutes
 
   PlanScratch(std::int32_t* memory, const Control& control, int max_ctas)
       : parts(memory),
@@ -118,12 +132,10 @@ struct PlanScratch {
         first_pair(start + control.num_experts),
         first_assignment(first_pair + control.num_ranks + 1),
         is_refused(first_assignment + control.num_ranks + 1),
-        totals(is_refused + 1),
-        num_here(totals + part_size(control)) {}
+        totals(is_refused + 1) {}
   static std::int64_t size(const Control& control, int max_ctas) {
     const int experts = control.num_experts, ranks = control.num_ranks;
-    return (max_ctas + 1) * part_size(control) + experts + 2 * (ranks + 1) + 1 +
-           control.num_domains;
+    return (max_ctas + 1) * part_size(control) + experts + 2 * (ranks + 1) + 1;
   }
 
  private:

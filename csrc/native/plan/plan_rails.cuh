@@ -30,19 +30,24 @@ __device__ inline std::uint64_t* sent_count(const KernelContext& me, int domain,
          domain * rails.num_counts() + i;
 }
 
-// A token of this rank in `place` of a chunk: writes where the other domains have it, and for the
-// ranks there the pairs before each chunk of node tokens.
+// The node tokens for `domain` before a chunk of this rank's tokens.
+__device__ inline void write_num_nodes(const KernelContext& me, const PlanCount& plan, int domain,
+                                       int chunk, int number) {
+  const RailLayout there{me.control};
+  plan.rail_routes.sent_before[domain * (plan.most_chunks + 1) + chunk] = number;
+  reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + there.sent_nodes(domain))[chunk] =
+      number;
+}
+
+// A token of this rank, in a chunk with these bitmaps: writes where the other domains have it.
 __device__ inline void write_node_tokens(const KernelContext& me, const PlanCount& plan,
                                          const TokenPartition& partition, const ulonglong2* bitmaps,
-                                         const int* before, int token, int place,
+                                         const int* before, int token,
                                          const std::int16_t* experts) {
   const Control& layout = me.control;
   const RailLayout there{layout};
   const RailRoutes& routes = plan.rail_routes;
-  const int locals = layout.local_ranks(), num_local = layout.num_local();
-  char* window = me.control_of[me.rank];
-  auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
-  auto* token_ranks = reinterpret_cast<std::uint32_t*>(window + there.sent_token_ranks());
+  const int num_local = layout.num_local();
   for (int domain = 0; domain < layout.num_domains; ++domain) {
     if (domain == layout.domain_of(me.rank)) continue;
     std::uint32_t ranks = 0, assignments = 0;
@@ -53,18 +58,16 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
     }
     const std::int64_t row = std::int64_t{domain} * routes.num_tokens;
     const int column = partition.column_of_domain(domain);
-    const int node = ranks == 0 ? -1 : before[column] + count_before(bitmaps[column], place);
-    routes.node_of[row + token] = node;
+    const int index = count_before(bitmaps[column], token % kChunk);  // in the chunk
+    const int node = before[column] + index;
+    routes.node_of[row + token] = ranks == 0 ? -1 : node;
     routes.sent_assignments[row + token] = assignments;
     if (ranks == 0) continue;
     routes.token_of[row + node] = token;
-    token_ranks[std::size_t{1} * domain * layout.max_tokens + node] = ranks;
-    if (node % kChunk != 0) continue;
-    for (int rank = domain * locals; rank < (domain + 1) * locals; ++rank) {
-      const int pairs = layout.num_experts + rank;
-      chunk_pairs[rank * (layout.max_chunks() + 1) + node / kChunk] =
-          before[pairs] + count_before(bitmaps[pairs], place);
-    }
+    auto* token_ranks =
+        reinterpret_cast<std::uint32_t*>(me.control_of[me.rank] + there.sent_nodes(domain)) +
+        plan.most_chunks + 1;
+    token_ranks[token / kChunk * kChunk + index] = ranks;
   }
 }
 
@@ -74,8 +77,8 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
 // ranks of this domain.  `post(rank, source, column, value)`.  Called by all threads of one CTA;
 // false when the group has failed.
 template <typename Post>
-__device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
-                                const PlanScratch& scratch, std::uint64_t epoch, Post&& post) {
+__device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std::uint64_t epoch,
+                                Post&& post) {
   const RailLayout layout{me.control};
   const int domain = threadIdx.x, own = me.control.domain_of(me.rank);
   const int columns = me.control.num_local() + 1, num_counts = layout.num_counts();
@@ -83,9 +86,10 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
   __syncthreads();
   bool is_here = true;
   if (has_rail_peer(me, domain)) {
-    put(me, rails, kControlWindow, domain, layout.counts() + row(own),
-        layout.sent_counts() + row(domain), num_counts * 8, kCountsPut);
-    is_here = wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch);
+    is_here =
+        put(me, rails, Phase::kPlan, epoch, kControlWindow, domain, layout.counts() + row(own),
+            layout.sent_counts() + row(domain), num_counts * 8, kCountsPut) &&
+        wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch);
   }
   if (!__syncthreads_and(is_here)) return false;
   const int first = own * layout.local_ranks();
@@ -94,12 +98,8 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails,
     if (of == own) continue;
     const std::uint64_t value = __ldcg(reinterpret_cast<const std::uint64_t*>(
         me.control_of[me.rank] + layout.counts() + row(of) + 8 * column));
-    if (column == num_counts - 1) {
-      __stcg(scratch.num_here + of, static_cast<std::int32_t>(value));
-    } else {
-      post(first + column / columns, rail_peer_in(me, of), column % columns,
-           static_cast<std::uint32_t>(value));
-    }
+    post(first + column / columns, rail_peer_in(me, of), column % columns,
+         static_cast<std::uint32_t>(value));
   }
   return true;
 }
@@ -114,29 +114,41 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
   const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
   const int num_local = layout.num_local(), chunks = layout.max_chunks() + 1;
   if (has_rail_peer(me, domain)) {
-    for (int place = 0; place < locals; ++place) {
-      const std::size_t rank = domain * locals + place, to = local_rank(me, place);
-      int assignments = 0;
-      for (int local = 0; local < num_local; ++local) {
-        assignments += __ldcg(scratch.totals + rank * num_local + local);
+    // Three parts for each rank there, and the node tokens.  One place in the code
+    // puts them: each takes registers.
+    bool are_put = true;
+    for (int part = 0; part <= 3 * locals && are_put; ++part) {
+      const std::size_t rank = domain * locals + part / 3, to = local_rank(me, part / 3);
+      RailSignal signal = kNumRailSignals;
+      std::size_t at, from, num_bytes;
+      if (part == 3 * locals) {
+        const int names = num_chunks_of(plan.num_tokens) * kChunk;
+        at = there.nodes(own);
+        from = there.sent_nodes(domain);
+        num_bytes = std::size_t{4} * (plan.most_chunks + 1 + names);
+        signal = kRoutesPut;
+      } else if (part % 3 == 0) {
+        const std::size_t row = layout.assignments() * sizeof(AssignmentRoute);
+        at = there.assignment_routes() + to * row;
+        from = layout.assignment_routes() + rank * row;
+        num_bytes = 0;
+        for (int local = 0; local < num_local; ++local) {
+          num_bytes += __ldcg(scratch.totals + rank * num_local + local) * sizeof(AssignmentRoute);
+        }
+      } else if (part % 3 == 1) {
+        const std::size_t row = layout.max_tokens * sizeof(PairRoute);
+        at = there.pair_routes() + to * row;
+        from = layout.pair_routes() + rank * row;
+        num_bytes = __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute);
+      } else {
+        at = there.chunk_pairs() + to * chunks * 4;
+        from = layout.chunk_pairs() + rank * chunks * 4;
+        num_bytes = (plan.most_chunks + 1) * 4;
       }
-      put(me, rails, kControlWindow, domain,
-          there.assignment_routes() + to * layout.assignments() * sizeof(AssignmentRoute),
-          layout.assignment_routes() + rank * layout.assignments() * sizeof(AssignmentRoute),
-          assignments * sizeof(AssignmentRoute));
-      put(me, rails, kControlWindow, domain,
-          there.pair_routes() + to * layout.max_tokens * sizeof(PairRoute),
-          layout.pair_routes() + rank * layout.max_tokens * sizeof(PairRoute),
-          __ldcg(scratch.totals + layout.num_experts + rank) * sizeof(PairRoute));
-      put(me, rails, kControlWindow, domain, there.chunk_pairs() + to * chunks * 4,
-          layout.chunk_pairs() + rank * chunks * 4, (plan.most_chunks + 1) * 4);
+      are_put = put(me, rails, Phase::kRoutes, epoch, kControlWindow, domain, at, from, num_bytes,
+                    signal);
     }
-    const int num_sent = __ldcg(scratch.totals + layout.num_experts + layout.num_ranks + domain);
-    plan.rail_routes.num_sent[domain] = num_sent;
-    const std::size_t row = std::size_t{4} * layout.max_tokens;
-    put(me, rails, kControlWindow, domain, there.token_ranks() + own * row,
-        there.sent_token_ranks() + domain * row, num_sent * std::size_t{4}, kRoutesPut);
-    if (wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)) {
+    if (are_put && wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)) {
       fence_system();
       for (int place = 0; place < locals; ++place) {
         store_relaxed(signal_word(me.control_of[local_rank(me, place)], layout, kRoutesWritten,

@@ -23,8 +23,8 @@ struct Part {
 // Copies what `source` wrote for this rank.  Called by `threads` threads, of which this is
 // `thread`.
 __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
-                      const RailRoutes& rails, const PlanScratch& scratch, const Part& part,
-                      int source, const int* start, int thread, int threads) {
+                      const RailRoutes& rails, const Part& part, int source, const int* start,
+                      int thread, int threads) {
   const Control& layout = me.control;
   // A source of another domain has put them into its rail peer's window.
   const bool is_local = native::is_local(me, source), is_mine = host_of(me, source) == me.rank;
@@ -87,13 +87,15 @@ __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
     if (chunk < num_chunks)
       routes.chunk_pair[source * num_chunks + chunk] = first_pair + chunk_pair;
   }
-  if (!is_mine || is_local) return;
-  const auto* ranks = reinterpret_cast<const std::uint32_t*>(window + put.token_ranks()) +
-                      static_cast<std::size_t>(domain) * layout.max_tokens;
-  const int num_here = scratch.num_here[domain];
-  if (thread == 0) rails.num_here[domain] = num_here;
-  for (int node = thread; node < num_here; node += threads) {
-    rails.ranks_of[std::int64_t{domain} * rails.most_tokens + node] = __ldcv(ranks + node);
+  if (is_local) return;
+  const auto* nodes = reinterpret_cast<const std::uint32_t*>(window + put.nodes(domain));
+  for (int i = thread; i < num_chunks; i += threads) {
+    rails.before[source * num_chunks + i] = static_cast<std::int32_t>(__ldcv(nodes + i));
+  }
+  if (!is_mine) return;
+  for (int name = thread; name < rails.most_tokens; name += threads) {
+    rails.ranks_of[std::int64_t{domain} * rails.most_tokens + name] =
+        __ldcv(nodes + num_chunks + name);
   }
 }
 
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
                 !has_failed(me);
     }
     if (!__syncthreads_and(is_here)) break;
-    fetch(me, routes, rails, scratch, part, source, start,
+    fetch(me, routes, rails, part, source, start,
           static_cast<int>(blockIdx.x) / num_ranks * kPlanThreads + threadIdx.x,
           ctas * kPlanThreads);
     __syncthreads();

@@ -44,14 +44,14 @@ namespace {
 
 using AddUpRing = PieceRing<5>;
 
-// Adds up one adding warp's share of the pairs.
+// Adds up one adding warp's share of the pairs; `num_done` counts them.
 template <typename T, typename R>
-__device__ void add(const KernelContext& me, const Combine& job, const WarpSlice& slice, bool sends,
-                    AddUpRing& ring, CompletionTracker& tracker, int warp, std::uint64_t entry,
-                    std::uint64_t epoch) {
+__device__ void add(const KernelContext& me, const Combine& job, const Round& round,
+                    const WarpSlice& slice, bool sends, AddUpRing& ring, CompletionTracker& tracker,
+                    int warp, int& num_done, std::uint64_t entry, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator<R> iterator(me, job, slice, warp);
+  PairIterator<R> iterator(me, job, round, slice, warp);
   const bool sends_weights = sends && job.has_weights;
   // Routes are prefetched: the range of assignments of the pair after the next one, and the slots
   // of the next one.
@@ -75,8 +75,7 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     if (!found.is_there || lane >= found.end - found.first) return;
     found.slot = routes.assignment_slot[found.first + lane];
     if (sends_weights) {
-      found.index = value_of<R>(me, job, iterator.source, found.token,
-                                routes.assignment_index[found.first + lane]);
+      found.index = routes.assignment_index[found.first + lane];
     }
   };
   Pair now, following = find(), second = find();
@@ -101,18 +100,24 @@ __device__ void add(const KernelContext& me, const Combine& job, const WarpSlice
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out = sends ? place_of_sum<R>(me, job, source, now.token, me.rank)
+    sum->out = sends ? place_of_sum<R>(me, job, round, source, now.token, me.rank)
                      : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
     if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
   };
-  int num_done = 0;
+  if constexpr (R::kAreThere) {
+    // Also for a round without pairs: after this one, what was sent in none before it is in use.
+    if (round.number > 0 && iterator.has_source() &&
+        !__all_sync(~0u, wait_for_round(me, Phase::kCombine, host_of(me, source), round.number - 1,
+                                        epoch))) {
+      return;
+    }
+  }
   const auto done = [&] {
     __syncwarp();
     if (lane == 0) tracker.note(warp, ++num_done);
   };
   add_up<T, false>(ring, job.row_bytes, next, done);
-  if (lane == 0) tracker.close(warp);
 }
 
 // Called for computed sums: tells the sending CTAs which units are complete.
@@ -191,7 +196,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     const int own_first = is_own_first ? 0 : parts_before;
     if (is_part) {
       parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
-          place_of_sum<NoRails>(me, job, me.rank, now.token, lane);
+          place_of_sum<NoRails>(me, job, {}, me.rank, now.token, lane);
     }
     if (lane < own_rows) {
       parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
@@ -229,14 +234,14 @@ __device__ void finish(const KernelContext& me, const Combine& job, std::uint64_
       fill_nan(job.topk_w, static_cast<std::size_t>(job.num_tokens) * job.top_k * sizeof(float));
     }
   }
-  if constexpr (R::kAreThere) {
-    for (int i = threadIdx.x; i < me.control.num_domains * kPhases; i += blockDim.x) {
-      me.state->summed[i / kPhases][i % kPhases] = 0;
-    }
-  }
+  if constexpr (R::kAreThere) clear_rounds(me);
   if (threadIdx.x == 0) {
     leave_call<R>(me, entry);
-    count_signals<R>(me, kSumsPut, job.num_phases);
+    if constexpr (R::kAreThere) {
+      const int num_rounds = num_rounds_of(job);
+      count_signals<R>(me, kSumsPut, num_rounds * num_phases_in(job));
+      count_signals<R>(me, kAddedUpPut, max(0, num_rounds - 2));
+    }
     me.state->epoch = epoch;
   }
 }
@@ -259,7 +264,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     return;
   }
   if (cta == 0) {
-    enter(me, rails, entry);
+    enter(me, rails, Phase::kCombine, entry, epoch);
     if (warp == 0) compare_entries(me, rails, Phase::kCombine, entry, epoch);
   }
   auto* add_up_rings = reinterpret_cast<AddUpRing*>(memory);
@@ -267,7 +272,20 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     const WarpSlice slice{split.adding, kAddingWarps, cta};
     const bool sends = split.sending == 0;
     if (warp < kAddingWarps) {
-      add<T, R>(me, job, slice, sends, add_up_rings[warp], tracker, warp, entry, epoch);
+      int num_done = 0;
+      const auto add_round = [&](const Round& round) {
+        add<T, R>(me, job, round, slice, sends, add_up_rings[warp], tracker, warp, num_done, entry,
+                  epoch);
+      };
+      if constexpr (R::kAreThere) {
+        for (int number = 0; number < num_rounds_of(job); ++number) {
+          add_round(round_of(job, number));
+          __syncwarp();
+        }
+      } else {
+        add_round({});
+      }
+      if (threadIdx.x % kWarpSize == 0) tracker.close(warp);
     } else {
       track_completion<R>(me, job, slice, tracker, [&](const Batch& batch) {
         if (sends) {
@@ -277,7 +295,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
         }
       });
     }
-  } else if (cta < split.adding + split.sending) {
+  } else if (!R::kAreThere && cta < split.adding + split.sending) {
     // Warps with rings first, then the watching and the book-keeping warp.
     const WarpSlice slice{split.sending, shape.warps, cta - split.adding};
     if (warp < shape.warps) {
@@ -296,8 +314,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     __syncthreads();  // the rings for sums reuse the memory of its rings
   }
   if constexpr (R::kAreThere) {
-    if (warp == 0 && cta == static_cast<int>(gridDim.x) - 1) put_sums(me, rails, job, epoch);
-    __syncwarp();
+    if (cta == static_cast<int>(gridDim.x) - 1) {  // it adds nothing up for others
+      if (warp == 0) put_sums(me, rails, job, epoch);
+      if (warp == 1) pass_sums_on(me, rails, job, epoch);
+      __syncwarp();
+    }
     sum_over_domains<T>(me, rails, job, add_up_rings[warp], parts[warp], entry, epoch);
   } else {
     sum_up<T, kHasParts>(me, job, add_up_rings[warp], parts[warp], epoch);
@@ -326,14 +347,10 @@ void launch_combine(const KernelContext& me, const Combine& arguments, int num_s
   const RingShape shape = sending_ring_shape(arguments.row_bytes);
   const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
                                            arguments.row_bytes, me.control.num_domains);
-  for_each_round(me.control, arguments.most_tokens, [&](int begin, int end) {
-    Combine round = arguments;
-    round.begin = begin;
-    round.end = end;
-    launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
-                         shared_bytes(shape.shared_bytes()), stream, me, round, shape, split,
-                         rails);
-  });
+  Combine job = arguments;
+  job.round_tokens = me.control.round_tokens();
+  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
+                       shared_bytes(shape.shared_bytes()), stream, me, job, shape, split, rails);
 }
 
 }  // namespace

@@ -26,14 +26,13 @@ struct Combine {
   // round are put, 1 to kPhases; the same on all ranks.
   int most_tokens = 0, num_phases = 0;
   RailRoutes rail_routes{};
-  int begin = 0, end = 0;  // of a kernel's round: set by `combine`
+  int round_tokens = 0;  // at most; set by `combine`
 };
 
 // The most shared memory of a CTA of combine, in bytes; see common/launch.h.
 std::size_t combine_shared_bytes();
 
-// Queues the combine, a kernel for each round.  Collective.  `rails` are null unless there are
-// several domains.
+// Queues the combine.  Collective.  `rails` are null unless there are several domains.
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails = nullptr);
 

@@ -12,15 +12,13 @@
 // nothing.  When it has seen all phases, it puts the weights into their slots.
 //
 // With several NVLink domains (rail_layout.h), staging CTAs also pack the rows of node tokens, in
-// the same phases, counted by node tokens, and put each phase to the rail peers.  A warp of the
+// the phases of their tokens, and put each phase to the rail peers.  A warp of the
 // last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
-// own.
+// own.  With rounds (rails/rounds.cuh) all this goes on round by round.
 //
-// With rounds (rail_layout.h) this is what a kernel does for one of them.
-//
-// The window has two halves, for consecutive kernels: a rank that is still pulling the previous
-// dispatch is not disturbed by this one.  No rank still pulls the one before that, whose half is
-// reused now: all ranks had entered the previous dispatch when this rank left it
+// The window has two halves, for consecutive dispatches, or rounds: a rank that is still pulling
+// the previous dispatch is not disturbed by this one.  No rank still pulls the one before that,
+// whose half is reused now: all ranks had entered the previous dispatch when this rank left it
 // (device/call_barrier.cuh).
 #include <cuda_runtime.h>
 
@@ -36,132 +34,15 @@
 #include "native/rows/dispatch.h"
 #include "native/rows/progress.cuh"
 #include "native/rows/ring.cuh"
+#include "native/rows/stage.cuh"
 
 namespace ncclep::native {
 
 namespace {
 
-// Loads that a lane has in flight where a single warp of a CTA does all the work.
-constexpr int kUnroll = 8;
-
 __device__ void zero_with_warp(char* to, int bytes, int lane) {
   for (int i = lane; i < bytes / 16; i += kWarpSize) {
     reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
-  }
-}
-
-// Writes the weights of a phase's tokens into all other ranks' windows; with rails into this rank's
-// too, from where they are put.  Called by one warp of each staging CTA.
-template <typename R>
-__device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
-                              int end, std::uint64_t parity) {
-  const int step = num_ctas * kWarpSize;
-  const int last = end * job.top_k;
-  int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
-  for (; i < last; i += kUnroll * step) {
-    float weight[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (i + u * step < last) weight[u] = job.w[i + u * step];
-    }
-    for (int place = 0; place < me.control.local_ranks(); ++place) {
-      const int rank = local_rank(me, place);
-      if (!R::kAreThere && rank == me.rank) continue;
-      float* to = weights_at(me, rank, me.rank, parity);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (i + u * step < last) to[i + u * step] = weight[u];
-      }
-    }
-  }
-}
-
-// Copies one warp's share of a phase's rows into this rank's window: to each place from `start` to
-// `end` the row of the token `token_at(place)`, unless that is -1; the round is at its start.
-template <typename TokenAt>
-__device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ring, int warp,
-                           int num_warps, int start, int end, char* window, TokenAt&& token_at) {
-  const int lane = threadIdx.x % kWarpSize;
-  int place = start + warp, piece = 0;
-  int token = place < end ? token_at(place) : -1;
-  std::size_t offset[kRingStages];
-  int bytes[kRingStages];
-  const auto load = [&](int s) {
-    while (place < end && token < 0) {
-      place += num_warps;
-      token = place < end ? token_at(place) : -1;
-    }
-    if (place >= end) return false;
-    const int begin = piece * shape.piece_bytes;
-    bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
-    offset[s] = static_cast<std::size_t>(place - job.begin) * job.row_bytes + begin;
-    if (lane == 0) {
-      start_load(ring.pieces + s * shape.piece_bytes,
-                 job.x + static_cast<std::size_t>(token) * job.row_bytes + begin, bytes[s],
-                 ring.full + s);
-    }
-    if (++piece == shape.pieces) {
-      piece = 0;
-      place += num_warps;
-      token = place < end ? token_at(place) : -1;
-    }
-    return true;
-  };
-  const auto store = [&](int s) {
-    if (lane == 0) start_store(window + offset[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
-  };
-  ring.run(load, store, [](int) {});
-}
-
-// Stages the rows of this rank's tokens in its window and their weights in all others', phase by
-// phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
-template <typename R>
-__device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
-                      const RingShape& shape, Ring& ring, int num_ctas, int first_phase,
-                      int end_phase, std::uint64_t parity, std::uint64_t calls,
-                      std::uint64_t epoch) {
-  const Control& layout = me.control;
-  const std::uint32_t others = ~(1u << layout.place_of(me.rank));  // of this domain
-  const int thread = threadIdx.x, warp = thread / kWarpSize;
-  char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
-  for (int phase = first_phase; phase < end_phase; ++phase) {
-    const int start = phase_start(job, phase);
-    const int end = min(phase_start(job, phase + 1), job.num_tokens);
-    if (warp == 0) {
-      if (job.has_weights) {
-        stage_weights<R>(me, job, num_ctas, weights_start(job, phase),
-                         weights_start(job, phase + 1), calls % 2);
-      }
-    } else if (warp <= shape.warps) {
-      const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
-      stage_rows(job, shape, ring, number, warps, start, end, window,
-                 [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
-      if constexpr (R::kAreThere) {
-        const RailRows rows{me.dispatch_bytes, layout.num_domains};
-        const int own = layout.domain_of(me.rank);
-        for (int domain = 0; domain < layout.num_domains; ++domain) {
-          if (domain == own) continue;
-          const int last = min(phase_start(job, phase + 1), job.rail_routes.num_sent[domain]);
-          const std::int32_t* token_of =
-              job.rail_routes.token_of + std::int64_t{domain} * job.rail_routes.num_tokens;
-          stage_rows(job, shape, ring, number, warps, start, last, window + rows.sent(own, domain),
-                     [&](int place) { return token_of[place]; });
-        }
-      }
-      fence_for_bulk_copies();
-    }
-    __syncthreads();
-    if (thread != 0) continue;
-    __threadfence_system();  // for what all warps of the CTA wrote
-    if (static_cast<int>(atomicAdd(&me.state->staged[phase], 1u)) != num_ctas - 1) continue;
-    me.state->staged[phase] = 0;
-    fence_system();  // passes on what this thread saw through the other CTAs' fences
-    for (int place = 0; place < layout.local_ranks(); ++place) {
-      char* control = me.control_of[local_rank(me, place)];
-      auto* flags = reinterpret_cast<std::uint64_t*>(control + layout.staged());
-      store_relaxed(flags + me.rank * kPhases + phase, epoch);
-    }
-    if constexpr (R::kAreThere) put_phase(me, rails, job, phase, parity, calls, epoch);
   }
 }
 
@@ -185,7 +66,7 @@ __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int n
   for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
 }
 
-// Puts the weights of all rows but padding into their slots, once they have all arrived.  Called by
+// Puts the weights of all rows but padding into their slots, once all have arrived.  Called by
 // one warp of each CTA: CTAs share the assignments of each source or, where many sources have few
 // each, the sources.
 template <typename R>
@@ -202,8 +83,8 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
             ? job.w
             : weights_at(me, R::kAreThere && !is_local(me, source) ? host_of(me, source) : me.rank,
                          source, parity);
-    const int end = routes.pair_first[end_pair<R>(job, source)];
-    int assignment = routes.pair_first[first_pair<R>(job, source)] + start;
+    const int end = routes.pair_first[routes.first_pair[source + 1]];
+    int assignment = routes.pair_first[routes.first_pair[source]] + start;
     for (; assignment < end; assignment += kUnroll * step) {
       int slot[kUnroll], index[kUnroll];
       float weight[kUnroll];
@@ -225,29 +106,52 @@ __device__ void place_weights(const KernelContext& me, const Dispatch& job, std:
   }
 }
 
+// All tokens, in one domain.
+__device__ Round all_at_once(const Dispatch& job) {
+  return {0, 0, job.most_tokens, job.num_phases};
+}
+
 // The number of phases of a source up to the last that has rows for this rank.
 template <typename R>
 __device__ int needed_phases(const KernelContext& me, const Dispatch& job, int source) {
   if (source == me.rank) return 0;
-  const int first = first_pair<R>(job, source), end = end_pair<R>(job, source);
+  const int first = job.routes.first_pair[source], end = job.routes.first_pair[source + 1];
   if (end == first) return 0;
-  // A node token's weights come with the phase of the token, its row perhaps earlier.
-  if (job.has_weights && !is_local(me, source)) return job.num_phases;
-  return phase_of(job, job.routes.pair_token[end - 1]) + 1;
+  const int token = job.routes.pair_token[end - 1];
+  if constexpr (R::kAreThere) {
+    const Round round = round_of(job, token / job.round_tokens);
+    return number_of_phase<R>(round, phase_of<R>(round, token)) + 1;
+  }
+  return phase_of<R>(all_at_once(job), token) + 1;
 }
 
-// Pulls rows into their slots until all of them are taken.  Called by one warp.
+// The items that a warp takes: those of a round follow those of the last one.
+struct ItemsOfWarp {
+  WorkCounter counter;
+  int last = 0;  // taken; of the next round if it is not of this one
+  int end = 0;   // of the round
+};
+
+// Pulls a round's rows into their slots until all of them are taken.  Called by one warp.  False if
+// rows will not come: then there is no next round for this warp.
 template <typename R>
-__device__ void pull(const KernelContext& me, const Dispatch& job, const RingShape& shape,
-                     Ring& ring, Progress& progress, std::uint64_t parity) {
+__device__ bool pull(const KernelContext& me, const Dispatch& job, const Round& round,
+                     const RingShape& shape, Ring& ring, Progress& progress,
+                     ItemsOfWarp& warp_items, std::uint64_t parity, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
   int most_pairs = 0;
   for (int source = lane; source < num_ranks; source += kWarpSize) {
-    most_pairs = max(most_pairs, end_pair<R>(job, source) - first_pair<R>(job, source));
+    most_pairs =
+        max(most_pairs, end_pair<R>(routes, round, source) - first_pair<R>(routes, round, source));
   }
   most_pairs = __reduce_max_sync(~0u, most_pairs);
+  if constexpr (R::kAreThere) most_pairs = max(1, most_pairs);  // somebody counts the items
   const int items = most_pairs * num_ranks * shape.pieces;
+  const int first_item = R::kAreThere ? warp_items.end : 0;
+  int item = warp_items.last - first_item, num_taken = 0;
+  bool is_taken = R::kAreThere && round.number > 0;  // `item`
+  warp_items.end += items;
 
   // Routes are prefetched: the range of assignments of the item after the next one, and the slots
   // of the next one.
@@ -256,19 +160,19 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
     int slot = -1;  // of this lane's assignment
   };
-  WorkCounter counter(me);
-  int item = 0;
   const auto find = [&] {
     Item found;
     while (item < items && !found.is_there) {
-      item = counter.take();
+      if (!R::kAreThere || !is_taken) item = warp_items.counter.take() - first_item;
+      is_taken = false;
       if (item >= items) break;
+      ++num_taken;
       const int turn = item / shape.pieces;
       // Consecutive items alternate between ranks, so that the warps pull from all ranks at any
       // time.
       found.source = (me.rank + 1 + turn) % num_ranks;
-      const int pair = first_pair<R>(job, found.source) + turn / num_ranks;
-      if (pair >= end_pair<R>(job, found.source)) continue;
+      const int pair = first_pair<R>(routes, round, found.source) + turn / num_ranks;
+      if (pair >= end_pair<R>(routes, round, found.source)) continue;
       found.is_there = true;
       found.piece = item % shape.pieces;
       found.token = routes.pair_token[pair];
@@ -297,7 +201,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     second = find();
     find_slots(following);
     if (now.source != me.rank &&
-        !seen.wait_for_unit(progress, now.source, phase_of(job, now.token))) {
+        !seen.wait_for_unit(progress, now.source,
+                            number_of_phase<R>(round, phase_of<R>(round, now.token)))) {
       return following.is_there = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
@@ -305,7 +210,8 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
     if (lane == 0) {
       const bool is_own = now.source == me.rank;
       const char* base = is_own ? job.x : rows_from<R>(me, now.source, parity);
-      const int place = is_own ? now.token : now.token - job.begin;
+      const int place =
+          is_own ? now.token : place_in_round<R>(me, job.rail_routes, round, now.source, now.token);
       start_load(ring.pieces + s * shape.piece_bytes,
                  base + static_cast<std::size_t>(place) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);
@@ -320,6 +226,12 @@ __device__ void pull(const KernelContext& me, const Dispatch& job, const RingSha
                 bytes[s]);
   };
   ring.run(load, store, [](int) {});
+  if constexpr (R::kAreThere) {
+    warp_items.last = first_item + item;
+    const bool is_last = count_done(me, kPulling, round.number, num_taken, items);
+    if (is_last && lane == 0) tell_of_round(me, false, round.number, epoch);
+  }
+  return item >= items;
 }
 
 template <typename R>
@@ -336,33 +248,53 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
   if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, rails, entry);
+    if (blockIdx.x == 0) enter(me, rails, Phase::kDispatch, entry, epoch);
     const int place = warp - 1;
     const bool has_ring = place >= 0 && place < shape.warps;
     Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
               full[has_ring ? place : 0]};
     if (has_ring) ring.init();
-    stage(me, rails, job, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
-    if (static_cast<int>(blockIdx.x) < split.staging) {
-      stage(me, rails, job, shape, ring, split.staging, 1, job.num_phases, parity, calls, epoch);
-      if (job.begin == 0) zero_padding(me, job, split.staging);
+    const bool is_staging = static_cast<int>(blockIdx.x) < split.staging;
+    if constexpr (R::kAreThere) {
+      stage_rounds(me, rails, job, shape, ring, split, parity, calls, entry, epoch);
+    } else {
+      const Round round = all_at_once(job);
+      stage(me, rails, job, round, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
+      if (is_staging) {
+        stage(me, rails, job, round, shape, ring, split.staging, 1, job.num_phases, parity, calls,
+              epoch);
+      }
     }
+    if (is_staging) zero_padding(me, job, split.staging);
     if (warp == 0) {
-      if (blockIdx.x == 0) compare_entries(me, rails, Phase::kDispatch, entry, epoch);
-      if constexpr (R::kAreThere) {
-        if (blockIdx.x == gridDim.x - 1) pass_phases_on(me, rails, job, epoch);
-        __syncwarp();
+      if (!R::kAreThere && blockIdx.x == 0) {
+        compare_entries(me, rails, Phase::kDispatch, entry, epoch);
       }
       const auto flag = [&](int source, int phase) {
-        return reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] +
-                                                      me.control.staged()) +
-               source * kPhases + phase;
+        return staged_flags<R>(me, me.rank, source) + phase;
       };
       const auto needed = [&](int source) { return needed_phases<R>(me, job, source); };
       watch<R>(me, Phase::kDispatch, epoch, needed, flag, progress);
       if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, calls % 2);
     } else if (has_ring) {
-      pull<R>(me, job, shape, ring, progress, parity);
+      ItemsOfWarp items{WorkCounter(me)};
+      if constexpr (R::kAreThere) {
+        bool goes_on = true;
+        for (int number = 0; number < num_rounds_of(job) && goes_on; ++number) {
+          goes_on = pull<R>(me, job, round_of(job, number), shape, ring, progress, items,
+                            (parity + number) % 2, epoch);
+        }
+      } else {
+        pull<R>(me, job, all_at_once(job), shape, ring, progress, items, parity, epoch);
+      }
+    } else if constexpr (R::kAreThere) {
+      // Two warps that hold up no others.
+      const int cta = warp == kWarps - 1 ? gridDim.x - blockIdx.x : 0;  // from the last, 1, on
+      if (cta == 1) pass_phases_on(me, rails, job, epoch);
+      if (cta == 2) {
+        compare_entries(me, rails, Phase::kDispatch, entry, epoch);
+        pass_rounds_on(me, rails, job, epoch);
+      }
     }
   }
   if (!leave(me)) return;
@@ -370,11 +302,16 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     fill_nan(job.rows, job.num_rows * job.row_bytes);
     if (job.has_weights) fill_nan(job.row_w, job.num_rows * sizeof(float));
   }
+  if constexpr (R::kAreThere) clear_rounds(me);
   if (threadIdx.x == 0) {
-    me.state->dispatches = dispatches;
-    if (job.end == job.most_tokens) me.state->dispatch_calls = calls;
+    const int num_rounds = R::kAreThere ? num_rounds_of(job) : 1;
+    me.state->dispatches = dispatches + num_rounds - 1;
+    me.state->dispatch_calls = calls;
     leave_call<R>(me, entry);
-    count_signals<R>(me, kRowsPut, job.num_phases);
+    if constexpr (R::kAreThere) {
+      count_signals<R>(me, kRowsPut, num_rounds * num_phases_in(job));
+      count_signals<R>(me, kPulledPut, num_rounds - 1);
+    }
     me.state->epoch = epoch;
   }
 }
@@ -382,15 +319,14 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
 template <typename R>
 void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
                      std::uintptr_t stream, const R& rails) {
-  const RingShape shape = ring_shape(arguments.row_bytes);
+  // With several domains warps beyond the rings pass on what comes from the others.
+  const RingShape shape =
+      R::kAreThere ? sending_ring_shape(arguments.row_bytes) : ring_shape(arguments.row_bytes);
   const DispatchSplit split = split_dispatch(num_sms);
-  for_each_round(me.control, arguments.most_tokens, [&](int begin, int end) {
-    Dispatch round = arguments;
-    round.begin = begin;
-    round.end = end;
-    launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
-                         shape.shared_bytes(), stream, me, round, shape, split, rails);
-  });
+  Dispatch job = arguments;
+  job.round_tokens = me.control.round_tokens();
+  launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
+                       shape.shared_bytes(), stream, me, job, shape, split, rails);
 }
 
 }  // namespace

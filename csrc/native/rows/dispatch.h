@@ -24,14 +24,13 @@ struct Dispatch {
   const std::uint32_t* token_ranks;       // [T]
   ReceivedRoutes routes;
   RailRoutes rail_routes{};  // with several domains
-  int begin = 0, end = 0;    // of a kernel's round: set by `dispatch`
+  int round_tokens = 0;      // at most; set by `dispatch`
 };
 
 // The most shared memory of a CTA of dispatch, in bytes; see common/launch.h.
 std::size_t dispatch_shared_bytes();
 
-// Queues the dispatch, a kernel for each round.  Collective.  `rails` are null unless there are
-// several domains.
+// Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails = nullptr);
 

@@ -6,11 +6,14 @@
 // dispatch has put the rows (rails/phases.cuh).  The source adds up the domains' sums in order.
 //
 // Every warp first takes part in the sums of the domain, and only then in those over domains: these
-// wait for other ranks, whose sums may wait for the former.
+// wait for other ranks, whose sums may wait for the former.  With rounds (rails/rounds.cuh) it
+// makes the domain's sums of the next round before those over domains, which wait for the network:
+// then that has what to send.
 //
-// Why nothing is overwritten that is still needed: what a rank sends or puts to another one, and
-// what it, or another rank of its domain, prepares to be put there, is written only when that rank
-// has entered this combine, and so has left the previous one, with everything that was put to it.
+// Why nothing is overwritten that is still needed, by another combine: what a rank sends or puts to
+// another one, and what it, or another rank of its domain, prepares to be put there, is written
+// only when that rank has entered this combine, and so has left the previous one, with everything
+// that was put to it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,30 +46,54 @@ __device__ float* values_for(const KernelContext& me, int source) {
   return reinterpret_cast<float*>(me.control_of[source] + me.control.values());
 }
 
+// The sums that this rank makes for `domain` before the phase that begins at `token`: of its own
+// tokens, or of node tokens.
+__device__ inline int sums_before(const KernelContext& me, const Combine& job, int domain,
+                                  int token) {
+  if (domain == me.control.domain_of(me.rank)) return min(token, job.num_tokens);
+  return job.rail_routes.num_before(rail_peer_in(me, domain), token);
+}
+
+// Sums of a phase of a round that are done, counted by warps of this rank.
+__device__ inline unsigned int* num_summed(const KernelContext& me, const Round& round, int domain,
+                                           int phase) {
+  return reinterpret_cast<unsigned int*>(me.control_of[me.rank] +
+                                         RailLayout{me.control}.num_summed()) +
+         domain * me.control.max_phases() + round.number * round.num_phases + phase;
+}
+
 template <typename R>
-__device__ int value_of(const KernelContext& me, const Combine& job, int source, int token,
-                        int index) {
-  if (!R::kAreThere || is_local(me, source)) return index;
-  return token * job.top_k + index % job.top_k;  // by node tokens
+__device__ bool are_summed(const KernelContext& me, const Combine& job, const Round& round,
+                           int domain, int phase) {
+  const int goal = sums_before(me, job, domain, phase_start<R>(round, phase + 1)) -
+                   sums_before(me, job, domain, phase_start<R>(round, phase));
+  return static_cast<int>(atomicAdd(num_summed(me, round, domain, phase), 0u)) >= goal;
 }
 
-// The end of the tokens whose sums this rank makes for `domain` up to this round: its own, or node
-// tokens.
-__device__ inline int end_of_sums(const KernelContext& me, const Combine& job, int domain) {
-  const bool is_own = domain == me.control.domain_of(me.rank);
-  return min(job.end, is_own ? job.num_tokens : job.rail_routes.num_here[domain]);
-}
-
-// Waits until the sums of a phase are done, by warps of this rank: those have deadlines.
-__device__ inline bool wait_for_sums(const KernelContext& me, const Combine& job, int domain,
-                                     int phase) {
-  const int end = end_of_sums(me, job, domain);
-  const int goal = min(end, phase_start(job, phase + 1)) - min(end, phase_start(job, phase));
-  while (static_cast<int>(atomicAdd(&me.state->summed[domain][phase], 0u)) < goal) {
+// Waits for warps of this rank, whose waits have deadlines.
+template <typename IsOver>
+__device__ bool wait_for_warps(const KernelContext& me, IsOver&& is_over) {
+  while (!is_over()) {
     if (has_failed(me)) return false;
   }
   __threadfence();
   return true;
+}
+
+// The items of a round's sums over domains.
+__device__ inline int num_added(const Round& round) { return max(1, round.end - round.begin); }
+
+__device__ inline bool are_added(const KernelContext& me, const Round& round) {
+  const unsigned int number = atomicAdd(num_done(me, kAddingDomains, round.number), 0u);
+  return static_cast<int>(number) >= num_added(round);
+}
+
+// Not inlined: puts are few, and would take registers from all sums.
+template <typename R>
+__device__ __noinline__ bool put_apart(const KernelContext& me, const R& rails, std::uint64_t epoch,
+                                       RailWindow window, int domain, std::size_t to,
+                                       std::size_t from, std::size_t num_bytes, RailSignal signal) {
+  return put(me, rails, Phase::kCombine, epoch, window, domain, to, from, num_bytes, signal);
 }
 
 // Puts the sums of node tokens to the rail peers, phase by phase, and waits for all of theirs.
@@ -77,28 +104,54 @@ __device__ void put_sums(const KernelContext& me, const R& rails, const Combine&
   const Control& layout = me.control;
   const RailLayout there{layout};
   const RailSums sums = rail_sums(me);
-  const int lane = threadIdx.x % kWarpSize, own = layout.domain_of(me.rank);
-  for (int phase = 0; phase < job.num_phases; ++phase) {
-    for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
-      if (!has_rail_peer(me, domain)) continue;
-      const int end = end_of_sums(me, job, domain);
-      if (!wait_for_sums(me, job, domain, phase)) return;
-      fence_system();
-      const std::size_t start = min(end, phase_start(job, phase));
-      const std::size_t number = min(end, phase_start(job, phase + 1)) - start;
-      if (job.has_weights && number > 0) {
-        const std::size_t row = 4 * layout.assignments(), first = 4 * start * job.top_k;
-        put(me, rails, kControlWindow, domain, there.values() + own * row + first,
-            there.sent_values() + domain * row + first, 4 * number * job.top_k);
-      }
-      put(me, rails, kRowsWindow, domain, sums.of_domain(own) + start * job.row_bytes,
-          sums.sent(own, domain) + (number == 0 ? 0 : start - job.begin) * job.row_bytes,
-          number * job.row_bytes, kSumsPut);
+  const int own = layout.domain_of(me.rank), num_phases = num_phases_in(job),
+            num_units = num_rounds_of(job) * num_phases;
+  bool are_put = true;
+  const auto is_ready = [&](int domain, int unit) {
+    return are_summed<R>(me, job, round_of(job, unit / num_phases), domain, unit % num_phases);
+  };
+  const auto put_unit = [&](int domain, int unit) {
+    fence_system();
+    const Round round = round_of(job, unit / num_phases);
+    const int phase = unit % num_phases;
+    const int start = phase_start<R>(round, phase), end = phase_start<R>(round, phase + 1);
+    if (job.has_weights && end > start) {
+      const std::size_t row = 4 * layout.assignments(), first = std::size_t{4} * start * job.top_k;
+      are_put = are_put && put_apart(me, rails, epoch, kControlWindow, domain,
+                                     there.values() + own * row + first,
+                                     there.sent_values() + domain * row + first,
+                                     std::size_t{4} * (end - start) * job.top_k, kNumRailSignals);
     }
-  }
-  for (int domain = lane; domain < layout.num_domains; domain += kWarpSize) {
+    const int before = sums_before(me, job, domain, start);
+    const std::size_t number = sums_before(me, job, domain, end) - before;
+    const std::size_t at =
+        std::size_t{1} * (before - sums_before(me, job, domain, round.begin)) * job.row_bytes;
+    are_put =
+        are_put &&
+        put_apart(me, rails, epoch, kRowsWindow, domain, sums.of_domain(round.number, own) + at,
+                  sums.sent(round.number, own, domain) + at, number * job.row_bytes, kSumsPut);
+  };
+  for_units(me, num_units, is_ready, put_unit, [&](int) { return !are_put || has_failed(me); });
+  for (int domain = threadIdx.x % kWarpSize; domain < layout.num_domains; domain += kWarpSize) {
     if (!has_rail_peer(me, domain)) continue;
-    wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, job.num_phases, epoch);
+    wait_for_signal(me, rails, Phase::kCombine, kSumsPut, domain, num_units, epoch);
+  }
+}
+
+// Tells the rail peers of each round whose sums over domains are made, so that those of the next
+// but one may be put.  Called by one warp.
+template <typename R>
+__device__ void pass_sums_on(const KernelContext& me, const R& rails, const Combine& job,
+                             std::uint64_t epoch) {
+  for (int number = 0; number + 2 < num_rounds_of(job); ++number) {
+    const Round round = round_of(job, number);
+    bool is_over = wait_for_warps(me, [&] { return are_added(me, round); });
+    for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains && is_over;
+         domain += kWarpSize) {
+      if (!has_rail_peer(me, domain)) continue;
+      is_over = put_apart(me, rails, epoch, kControlWindow, domain, 0, 0, 0, kAddedUpPut);
+    }
+    if (!__all_sync(~0u, is_over)) return;
   }
 }
 
@@ -116,30 +169,54 @@ class DomainSums {
         sums_(rail_sums(me)),
         window_(me.rows_of[me.rank]),
         own_(me.control.domain_of(me.rank)),
-        counter_(me) {
-    int most = 0;
-    for (int domain = threadIdx.x % kWarpSize; domain < me.control.num_domains;
-         domain += kWarpSize) {
-      most = max(most, end_of_sums(me, job, domain) - job.begin);
+        counter_(me) {}
+
+  // Goes to the sums of this domain's ranks in a round, once there is room for them: those over
+  // domains of the last round but one are made, here and by the rail peers.  False when the group
+  // has failed.
+  __device__ bool begin_of_domain(const Round& round) {
+    bool is_free = true;
+    if (round.number > 1) {
+      const Round before = round_of(job_, round.number - 2);
+      is_free = wait_for_warps(me_, [&] { return are_added(me_, before); });
+      for (int domain = threadIdx.x % kWarpSize; domain < me_.control.num_domains && is_free;
+           domain += kWarpSize) {
+        if (!has_rail_peer(me_, domain)) continue;
+        is_free = wait_for_signal(me_, rails_, Phase::kCombine, kAddedUpPut, domain,
+                                  round.number - 1, epoch_);
+      }
     }
-    num_items_ = __reduce_max_sync(~0u, most) * me.control.num_domains;
+    begin(round, max(1, (round.end - round.begin) * me_.control.num_domains));
+    return __all_sync(~0u, is_free);
   }
+
+  // Tells that this warp's share is done, which made room for sums of ranks.
+  __device__ void end_of_domain() {
+    if (count(kAddingRanks) && threadIdx.x % kWarpSize == 0) {
+      tell_of_round(me_, true, round_.number, epoch_);
+    }
+  }
+
+  // Whether parts will not come: then there is no next round for this warp.
+  __device__ bool has_given_up() const { return has_given_up_; }
+
+  // The same for the sums over domains.
+  __device__ void begin_of_all(const Round& round) { begin(round, num_added(round)); }
+  __device__ void end_of_all() { count(kAddingDomains); }
 
   // The sum of this domain's ranks for the next token that no other warp has taken: domains take
   // turns, so that all phases make progress.
   __device__ bool next_of_domain(Sum* sum) {
     const int lane = threadIdx.x % kWarpSize, num_domains = me_.control.num_domains;
-    int item, domain, token;
+    int domain, token;
     do {
-      item = counter_.take();
-      if (item >= num_items_) {
-        item_ = item;
-        return false;
-      }
+      const int item = take();
+      if (item < 0) return false;
       domain = (own_ + 1 + item % num_domains) % num_domains;
-      token = job_.begin + item / num_domains;
-    } while (token >= end_of_sums(me_, job_, domain));
-    if (lane == 0) begun_[num_begun_ % kNotes] = domain * kPhases + phase_of(job_, token);
+      token = round_.begin + item / num_domains;
+    } while (!has_sum(domain, token));
+    if (lane == 0)
+      begun_[num_begun_ % kNotes] = num_summed(me_, round_, domain, phase_of<R>(round_, token));
     ++num_begun_;
 
     const ReceivedRoutes& routes = job_.routes;
@@ -172,7 +249,7 @@ class DomainSums {
     if (is_part) {
       const int before = __popc(others & ((1u << lane) - 1));
       parts_[before + (own_first == 0 || lane > place ? own_rows : 0)] =
-          place_of_sum<R>(me_, job_, source, token, rank);
+          place_of_sum<R>(me_, job_, round_, source, token, rank);
     }
     if (lane < own_rows) {
       const int slot = routes.assignment_slot[first + lane];
@@ -180,7 +257,7 @@ class DomainSums {
       if (job_.has_weights) {
         const int index = routes.assignment_index[first + lane];
         float* values = domain == own_ ? job_.topk_w : values_for<R>(me_, source);
-        values[value_of<R>(me_, job_, source, token, index)] = job_.w[slot];
+        values[index] = job_.w[slot];
       }
     }
     __syncwarp();
@@ -189,51 +266,60 @@ class DomainSums {
     sum->num_rows = __popc(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
-    const std::size_t row = domain == own_ ? token : token - job_.begin;
-    sum->out = window_ + (domain == own_ ? sums_.of_domain(own_) : sums_.sent(own_, domain)) +
+    const std::size_t row = place_in_round<R>(me_, job_.rail_routes, round_, source, token);
+    sum->out = window_ +
+               (domain == own_ ? sums_.of_domain(round_.number, own_)
+                               : sums_.sent(round_.number, own_, domain)) +
                row * job_.row_bytes;
     return true;
   }
 
   // The oldest sum of `next_of_domain` is stored.
-  __device__ void count() {
+  __device__ void note_sum() {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) {
-      const int of = begun_[num_done_ % kNotes];
+      unsigned int* const number = begun_[num_stored_ % kNotes];
       __threadfence();
-      atomicAdd(&me_.state->summed[of / kPhases][of % kPhases], 1u);
+      atomicAdd(number, 1u);
     }
-    ++num_done_;
+    ++num_stored_;
   }
 
   // The sum over domains for this rank's next token.
   __device__ bool next_of_all(Sum* sum) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int token = job_.begin + (item_ >= 0 ? item_ : counter_.take()) - num_items_;
-    item_ = -1;
-    if (token >= end_of_sums(me_, job_, own_)) return false;
+    const int lane = threadIdx.x % kWarpSize, end = min(round_.end, job_.num_tokens);
+    int item, token;
+    do {
+      item = take();
+      if (item < 0) return false;
+      token = round_.begin + item;
+    } while (token >= end);
     const RailRoutes& routes = job_.rail_routes;
     int num_parts = 0;  // a token has at most as many domains as assignments
     for (int first = 0; first < me_.control.num_domains; first += kWarpSize) {
       const int domain = first + lane;
-      int place = -1;  // of the token among those of the domain
+      int place = -1;  // of the domain's sum in the round
       if (domain == own_) {
-        if (job_.token_routes.token_ranks[token] != 0) place = token;
+        if (job_.token_routes.token_ranks[token] != 0) place = token - round_.begin;
       } else if (domain < me_.control.num_domains) {
         place = routes.node_of[std::int64_t{domain} * routes.num_tokens + token];
+        if (place >= 0) place -= routes.num_sent(domain, round_.begin);
       }
       bool is_here = true;
-      if (place >= job_.begin) {  // what came in an earlier round was waited for then
-        const int phase = phase_of(job_, place);
-        is_here = domain == own_ ? wait_for_sums(me_, job_, own_, phase)
-                                 : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
-                                                   phase + 1, epoch_);
+      if (place >= 0) {
+        const int phase = phase_of<R>(round_, token);
+        is_here =
+            domain == own_
+                ? wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })
+                : wait_for_signal(me_, rails_, Phase::kCombine, kSumsPut, domain,
+                                  number_of_phase<R>(round_, phase) + 1, epoch_);
       }
-      if (!__all_sync(~0u, is_here)) return false;
+      if (!__all_sync(~0u, is_here)) return give_up();
       const std::uint32_t domains = __ballot_sync(~0u, place >= 0);
       if (place >= 0) {
         parts_[num_parts + __popc(domains & ((1u << lane) - 1))] =
-            window_ + sums_.of_domain(domain) + static_cast<std::size_t>(place) * job_.row_bytes;
+            window_ + sums_.of_domain(round_.number, domain) +
+            static_cast<std::size_t>(place) * job_.row_bytes;
       }
       num_parts += __popc(domains);
     }
@@ -248,6 +334,42 @@ class DomainSums {
   }
 
  private:
+  __device__ bool give_up() {
+    has_given_up_ = true;
+    return false;
+  }
+
+  __device__ void begin(const Round& round, int num_items) {
+    round_ = round;
+    first_item_ = end_item_;
+    end_item_ += num_items;
+    num_taken_ = 0;
+  }
+
+  // The next item of these sums that no other warp has taken, from 0; -1: there is none.
+  __device__ int take() {
+    if (has_given_up_) return -1;
+    if (!is_taken_) item_ = counter_.take();
+    is_taken_ = item_ >= end_item_;
+    if (is_taken_) return -1;
+    ++num_taken_;
+    return item_ - first_item_;
+  }
+
+  // Counts what this warp has taken.  True for the warp that counts the last of it.
+  __device__ bool count(RoundPart part) const {
+    return count_done(me_, part, round_.number, num_taken_, end_item_ - first_item_);
+  }
+
+  // Whether this rank makes a sum for `domain` of a token, or of a node token that may have this
+  // name.
+  __device__ bool has_sum(int domain, int token) const {
+    if (domain == own_) return token < job_.num_tokens;
+    const int source = rail_peer_in(me_, domain), chunk = token / kChunk * kChunk;
+    return token - chunk < job_.rail_routes.num_before(source, chunk + kChunk) -
+                               job_.rail_routes.num_before(source, chunk);
+  }
+
   // Returns the value of the `k`-th assignment, unless it is this rank's own: that one is there.
   __device__ void give_value(int token, int k) const {
     const Control& layout = me_.control;
@@ -262,30 +384,28 @@ class DomainSums {
         const std::int64_t row = std::int64_t{domain} * routes.num_tokens + token;
         if (domain == own_ || !(routes.sent_assignments[row] >> k & 1)) continue;
         value = __ldcg(reinterpret_cast<const float*>(window + RailLayout{layout}.values()) +
-                       domain * layout.assignments() + routes.node_of[row] * job_.top_k + k);
+                       domain * layout.assignments() + index);
       }
     }
     job_.topk_w[index] = value;
   }
 
-  __device__ bool give_up() {
-    item_ = num_items_ + job_.end - job_.begin;
-    return false;
-  }
-
   const KernelContext& me_;
   const R& rails_;
   const Combine& job_;
+  Round round_{};
   const char** parts_;
   const std::uint64_t epoch_;
   const RailSums sums_;
   char* window_;
   const int own_;
   WorkCounter counter_;
-  int num_items_;  // of the first kind; those of the second follow
-  int item_ = -1;  // one of the second kind that is taken
-  unsigned int num_begun_ = 0, num_done_ = 0;
-  int begun_[kNotes];  // lane 0: the phases of sums that are begun
+  int first_item_ = 0, end_item_ = 0, num_taken_ = 0;  // of these sums
+  int item_ = 0;                                       // the last that was taken
+  bool is_taken_ = false;                              // it is of those that follow
+  bool has_given_up_ = false;
+  unsigned int num_begun_ = 0, num_stored_ = 0;
+  unsigned int* begun_[kNotes];  // lane 0: what counts the sums that are begun
 };
 
 // Called by one warp.
@@ -303,9 +423,21 @@ __device__ void sum_over_domains(const KernelContext& me, const R& rails, const 
   DomainSums<R> sums(me, rails, job, parts, epoch);
   const auto next_of_domain = [&](Sum* sum) { return sums.next_of_domain(sum); };
   const auto next_of_all = [&](Sum* sum) { return sums.next_of_all(sum); };
-  add_up<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.count(); });
-  __syncwarp();  // the ring is used again
-  add_up<T, false>(ring, job.row_bytes, next_of_all, [] {});
+  const int num_rounds = num_rounds_of(job);
+  for (int number = 0; number <= num_rounds && !sums.has_given_up(); ++number) {
+    if (number < num_rounds) {
+      if (!sums.begin_of_domain(round_of(job, number))) return;
+      add_up<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.note_sum(); });
+      sums.end_of_domain();
+      __syncwarp();  // the ring is used again
+    }
+    if (number > 0 && !sums.has_given_up()) {
+      sums.begin_of_all(round_of(job, number - 1));
+      add_up<T, false>(ring, job.row_bytes, next_of_all, [] {});
+      sums.end_of_all();
+      __syncwarp();
+    }
+  }
 }
 
 }  // namespace ncclep::native

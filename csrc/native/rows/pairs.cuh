@@ -24,8 +24,8 @@ struct WarpSlice {
 template <typename R>
 class PairIterator {
  public:
-  __device__ PairIterator(const KernelContext& me, const Combine& job, const WarpSlice& slice,
-                          int warp) {
+  __device__ PairIterator(const KernelContext& me, const Combine& job, const Round& round,
+                          const WarpSlice& slice, int warp) {
     const Control& layout = me.control;
     // It sums up for its rail peers itself.
     const int others = layout.num_ranks - (R::kAreThere ? layout.num_domains : 1);
@@ -38,13 +38,20 @@ class PairIterator {
     } else {
       source = (me.rank + 1 + place % others) % layout.num_ranks;
     }
-    first_ = first_pair<R>(job, source);
-    end_ = end_pair<R>(job, source);
     step_ = (warps - place % others + others - 1) / others;  // warps for this rank
-    next_ = first_ + place / others;
+    turn_ = place / others;
+    begin(job, round);
   }
 
-  // Goes to the next pair; false when there is none.
+  // Goes to a round, with several domains.
+  __device__ void begin(const Combine& job, const Round& round) {
+    if (step_ == 0) return;
+    first_ = first_pair<R>(job.routes, round, source);
+    end_ = end_pair<R>(job.routes, round, source);
+    next_ = first_ + turn_;
+  }
+
+  // Goes to the next pair; false when there is none in the round.
   __device__ bool next() {
     if (next_ >= end_) return false;
     pair = next_;
@@ -52,13 +59,14 @@ class PairIterator {
     return true;
   }
 
+  __device__ bool has_source() const { return step_ > 0; }
   // The pair's unit.
   __device__ int unit() const { return (pair - first_) / kUnit; }
 
   int source = 0, pair = 0;
 
  private:
-  int first_ = 0, next_ = 0, end_ = 0, step_ = 0;
+  int first_ = 0, next_ = 0, end_ = 0, step_ = 0, turn_ = 0;
 };
 
 // The pairs that the warps of a CTA have finished, published by one of them: fences stall the whole
@@ -131,8 +139,19 @@ __device__ void track_completion(const KernelContext& me, const Combine& job,
                                  Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < slice.num_warps;
-  PairIterator<R> iterator(me, job, slice, follows ? lane : 0);
-  int num_published = 0;
+  PairIterator<R> iterator(me, job, first_round<R>(job), slice, follows ? lane : 0);
+  int num_published = 0, round = 0;
+  const auto has_next = [&] {
+    if constexpr (R::kAreThere) {
+      for (const int num_rounds = num_rounds_of(job); round < num_rounds;) {
+        if (iterator.next()) return true;
+        if (++round < num_rounds) iterator.begin(job, round_of(job, round));
+      }
+      return false;
+    } else {
+      return iterator.next();
+    }
+  };
   for (bool is_over = false; !is_over;) {
     for (int pause = 0; pause < kBookPauses && !is_over; ++pause) {
       __nanosleep(kBookPauseNs);
@@ -146,7 +165,7 @@ __device__ void track_completion(const KernelContext& me, const Combine& job,
       Batch batch{iterator.source, {}};
 #pragma unroll
       for (int i = 0; i < Batch::kSize; ++i) {
-        batch.pairs[i] = num_published + i < done && iterator.next() ? iterator.pair : -1;
+        batch.pairs[i] = num_published + i < done && has_next() ? iterator.pair : -1;
       }
       publish(batch);
     }

@@ -24,15 +24,16 @@ __device__ inline RailSums rail_sums(const KernelContext& me) {
   return {me.dispatch_bytes, layout.num_domains, layout.local_ranks(), layout.num_rounds};
 }
 
-// The place in rank `source`'s window, or in that of its rail peer, for the sum that `rank` sends
-// for `token`.
+// Where in rank `source`'s window, or in that of its rail peer, the sum lies that `rank` sends for
+// `token`, which may be a node token's name.
 template <typename R>
-__device__ char* place_of_sum(const KernelContext& me, const Combine& job, int source, int token,
-                              int rank) {
+__device__ char* place_of_sum(const KernelContext& me, const Combine& job, const Round& round,
+                              int source, int token, int rank) {
   if constexpr (R::kAreThere) {
     const Control& layout = me.control;
     return me.rows_of[host_of(me, source)] + rail_sums(me).of_ranks(layout.domain_of(source)) +
-           (static_cast<std::size_t>(token - job.begin) * layout.local_ranks() +
+           (static_cast<std::size_t>(place_in_round<R>(me, job.rail_routes, round, source, token)) *
+                layout.local_ranks() +
             layout.place_of(rank)) *
                job.row_bytes;
   }
@@ -52,7 +53,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
                             std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator<NoRails> iterator(me, job, slice, warp);
+  PairIterator<NoRails> iterator(me, job, {}, slice, warp);
   struct Pair {
     bool is_there = false;
     int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
@@ -99,7 +100,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
     if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;
     const int offset = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
-    to[s] = place_of_sum<NoRails>(me, job, now.source, now.token, me.rank) + offset;
+    to[s] = place_of_sum<NoRails>(me, job, {}, now.source, now.token, me.rank) + offset;
     ends_row[s] = piece == shape.pieces - 1;
     index[s] = ends_row[s] ? now.index : -1;
     if (index[s] >= 0) weight[s] = job.w[now.slot];

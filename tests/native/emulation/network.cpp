@@ -101,6 +101,11 @@ void Sequence::make_wires() {
   }
 }
 
+void Sequence::cut(int rank, const std::function<bool()>& is_over) {
+  const int domain = (sizes.domain_of(rank) + emu::between(1, sizes.domains - 1)) % sizes.domains;
+  wires_->network.stop(rank, domain, is_over);
+}
+
 bool Sequence::has_bytes_on_the_way(int rank) const {
   return wires_->network.has_bytes_on_the_way(rank);
 }

@@ -9,6 +9,11 @@ CASES = (
     ("rails-failures", 4, 5), ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10),
     ("rails-ll", 4, 8), ("rails-ll", 6, 4), ("rails-ll-many", 36, 1), ("rails-ll-failures", 2, 8),
     ("rails-ll-failures", 4, 6),
+    # Queues with few places, and a direction in which nothing gets any further.
+    ("short-probes", 4, 6), ("short-rails-plans", 4, 3), ("short-rails-rows", 4, 2),
+    ("short-rails-failures", 4, 4), ("short-rails-ll", 4, 4), ("short-rails-ll-failures", 4, 4),
+    ("short-rails-cut", 2, 8), ("short-rails-cut", 4, 8), ("rails-cut", 4, 4),
+    ("short-rails-ll-cut", 2, 8), ("short-rails-ll-cut", 4, 8),
 )  # fmt: skip
 
 # As `Mistake` has them.
@@ -18,16 +23,16 @@ MISTAKES = {
         "network/probe.cu", "«static_cast<int>(job.round % 2)» * 2", "0",
         "probes", 2, "probe: the word"),
     "probe: a word is taken before its signal": (
-        "network/probe.cu", "while («signals < job.round» &&", "signals + 1 < job.round",
+        "network/probe.cu", "(!is_put || «signals < job.round») &&", "signals + 1 < job.round",
         "probes", 2, "probe: "),
     "rails: counts are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch)»;",
+        "«wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 2, "plan: "),
     "rails: routes are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "if («wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)»)",
+        "are_put && «wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)»)",
         "true",
         "rails-plans", 2, "."),
     "rails: routes are written while the last ones are put": (
@@ -40,7 +45,7 @@ MISTAKES = {
         "rails-plans", 4, "plan: "),
     "rails: counts of dropped assignments are passed on before they have come": (
         "native/plan/overflow.cu",
-        "is_here = «wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch)»;",
+        "«wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 4, "."),
     "rails: an entry is passed on before it has come": (
@@ -53,32 +58,32 @@ MISTAKES = {
         "rails-failures", 4, "failure: rank . does not say that rank . refused"),
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
-        "if («!wait_until(me, Phase::kDispatch, me.rank, epoch, is_next)») return;", "false",
+        "while (goes_on && «!is_next()») goes_on", "false",
         "rails-dispatches", 2, "dispatch: ", 32),
     "rails: a phase is passed on before it has come": (
         "native/rails/phases.cuh",
-        "if («!wait_for_signal(me, rails, Phase::kDispatch, kRowsPut, domain, phase + 1, epoch)») ",
-        "false",
+        "return «has_counted(me, rails, kRowsPut, domain, signals_up_to(me, kRowsPut, unit + 1))»;",
+        "true",
         "rails-dispatches", 2, "dispatch: "),
     "rails: a phase is passed on without what it stands for": (
         "native/rails/phases.cuh",
-        "return;\n      «fence_system();»\n      for (int place = 0;", "",
+        "{\n    «fence_system();»\n    for (int place = 0;", "",
         "rails-dispatches", 4, "dispatch: "),
-    "rails: a node token's weight is taken when its row is there": (
-        "native/rows/dispatch.cu",
-        "if («job.has_weights && !is_local(me, source)») return", "false",
-        "rails-dispatches", 4, "dispatch: weight"),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
-        "if («!wait_for_sums(me, job, domain, phase)») return;", "false",
+        "return «are_summed<R>(me, job, round_of(job, unit / num_phases), domain, unit %"
+        " num_phases)»;",
+        "true",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
         "native/rows/domain_sums.cuh",
-        "kSumsPut, domain,\n" + " " * 51 + "«phase + 1», epoch_)", "0",
+        "kSumsPut, domain,\n" + " " * 34 + "«number_of_phase<R>(round_, phase) + 1», epoch_)",
+        "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "is_here = domain == own_ ? «wait_for_sums(me_, job_, own_, phase)»", "true",
+        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })»",
+        "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",
@@ -91,10 +96,10 @@ MISTAKES = {
         "host_of(me, source)",
         "rails-combines", 4, "combine: weights", 119),
     "rails: a sum is counted before it is stored": (
-        "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd", "",
+        "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd(number", "",
         "rails-combines", 4, "combine: "),
     "rails: sums of the combine before are counted": (
-        "native/rows/combine.cu", "me.state->summed[i / kPhases][i % kPhases] = 0;", "",
+        "native/rails/rounds.cuh", "counts[i] = 0;", "",
         "rails-combines", 2, "combine: "),
     "rails: LL: tokens are taken before they have come": (
         "native/low_latency/rail_tokens.cuh",
@@ -142,6 +147,30 @@ MISTAKES = {
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
+    "queues: a probe does not wait for room": (
+        "network/probe.cu", "is_put = «has_room(rail, peer, sizeof(std::uint64_t))»", "true",
+        "short-probes", 4, "a put waits without an end"),
+    "queues: nobody waits for room": (
+        "native/device/rails.cuh",
+        "has_room = «wait([&] { return network::has_room(rails.rail, domain, num_bytes); })»;",
+        "true",
+        "short-rails-rows", 4, "a put waits without an end"),
+    "queues: a wait for room has no deadline": (
+        "native/device/rails.cuh",
+        "return «wait_until(me, phase, rail_peer_in(me, domain), epoch, is_over)»;",
+        "[&] { while (!is_over()) continue; return true; }()",
+        "short-rails-cut", 4, "nobody gets any further"),
+    "queues: two threads put into one": (
+        "native/device/rails.cuh",
+        "if («!wait([&] { return atomicExch(is_in_use, 1u) == 0; })») return false;", "false",
+        "short-rails-combines", 2, "a put waits without an end"),
+    "queues: who has put keeps the queue": (
+        "native/device/rails.cuh", "atomicExch(is_in_use, 0u);", "",
+        "rails-plans", 2, "a wait was in vain"),
+    "queues: a last word has no deadline": (
+        "native/device/stop.cu",
+        "me.deadline_ns)) «return false;»", "continue;",
+        "short-rails-cut", 2, "nobody gets any further"),
     "many ranks: sums over ranks begin anew with each lane": (
         "native/plan/chunks.cuh", "sum_to_here = «sum» + warp_scan", "0",
         "rails-many", 33, "plan: "),
@@ -164,10 +193,10 @@ MISTAKES = {
         "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
         "rails-dispatches", 4, "dispatch: weight"),
     "rounds: pairs of earlier ones are pulled": (
-        "native/rails/phases.cuh", "(routes.num_chunks + 1) + «job.begin / kChunk»]", "0",
-        "rails-dispatches", 4, "."),
+        "native/rails/phases.cuh", "(routes.num_chunks + 1) + «round.begin / kChunk»]", "0",
+        "rails-dispatches", 4, ".", 106),
     "rounds: tokens of later ones are summed, too": (
-        "native/rows/domain_sums.cuh", "if (token >= «end_of_sums(me_, job_, own_)»)",
+        "native/rows/domain_sums.cuh", "end = «min(round_.end, job_.num_tokens)»;",
         "job_.num_tokens",
         "rails-rows", 4, "."),
 }

@@ -3,7 +3,7 @@
 
 using namespace ncclep::native;
 
-// Domains know tokens of others by their order among those that have rows there.
+// Domains know tokens of others by their order among those of a chunk that have rows there.
 void name_node_tokens(const Sizes& sizes, Routing& routing) {
   for (int source = 0; source < sizes.ranks; ++source) {
     for (int domain = 0; domain < sizes.domains; ++domain) {
@@ -18,7 +18,8 @@ void name_node_tokens(const Sizes& sizes, Routing& routing) {
       std::sort(pairs.begin(), pairs.end(), [](Pair* a, Pair* b) { return a->token < b->token; });
       int name = -1, token = -1;
       for (Pair* pair : pairs) {
-        name += pair->token != token;
+        const int chunk = pair->token / kChunk * kChunk;
+        if (pair->token != token) name = std::max(name + 1, chunk);
         token = pair->token;
         pair->name = name;
       }
@@ -27,10 +28,11 @@ void name_node_tokens(const Sizes& sizes, Routing& routing) {
 }
 
 void Rows::put_rail_routes(Plan& plan, const Routing& routing, int rank, PlanCount* job) {
-  const int num_tokens = routing.num_tokens[rank], most = routing.most_chunks() * kChunk;
-  plan.rail_memory.emplace(4 * RailRoutes::size(sizes.domains, num_tokens, most), kGarbage);
+  const int num_tokens = routing.num_tokens[rank], chunks = routing.most_chunks();
+  const Control control = context(rank).control;
+  plan.rail_memory.emplace(4 * RailRoutes::size(control, num_tokens, chunks), kGarbage);
   plan.rail_routes = job->rail_routes =
-      RailRoutes::in(plan.rail_memory->data<std::int32_t>(), sizes.domains, num_tokens, most);
+      RailRoutes::in(plan.rail_memory->data<std::int32_t>(), control, num_tokens, chunks);
 }
 
 void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank) {
@@ -51,7 +53,11 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
     if (domain == own) continue;
     // What this rank puts there.
     int node = 0;
-    for (int token = 0; token < routing.num_tokens[rank]; ++token) {
+    for (int token = 0; token < routes.most_tokens; ++token) {
+      if (token % kChunk == 0) {
+        require(routes.num_sent(domain, token) == node, "plan: node tokens of rank ", rank);
+      }
+      if (token >= routing.num_tokens[rank]) continue;
       const int at = domain * routing.num_tokens[rank];
       std::uint32_t assignments = 0;
       for (int place = 0; place < locals; ++place) {
@@ -70,25 +76,37 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
       require(routes.token_of[at + node] == token, "plan: node token ", node, " of rank ", rank);
       ++node;
     }
-    require(routes.num_sent[domain] == node, "plan: node tokens of rank ", rank);
+    require(routes.num_sent(domain, routes.most_tokens) == node, "plan: node tokens of rank ",
+            rank);
     // What the rail peer there puts here.
     const int source = domain * locals + rank % locals;
     const int at = domain * routes.most_tokens;
-    node = 0;
+    int name = 0;
     for (int token = 0; token < routing.num_tokens[source]; ++token) {
+      name = token % kChunk == 0 ? token : name;
       const std::uint32_t ranks = ranks_of(source, token, own);
       if (ranks == 0) continue;
-      require(routes.ranks_of[at + node] == ranks, "plan: ranks of node token ", node, " of rank ",
+      require(routes.ranks_of[at + name] == ranks, "plan: ranks of node token ", name, " of rank ",
               source);
       if (ranks >> rank % locals & 1) {
-        const int pair = routes.own_pair[at + node];
-        require(plan.received.pair_token[pair] == node &&
+        const int pair = routes.own_pair[at + name];
+        require(plan.received.pair_token[pair] == name &&
                     pair >= plan.received.first_pair[source] &&
                     pair < plan.received.first_pair[source + 1],
-                "plan: the pair of node token ", node, " of rank ", source);
+                "plan: the pair of node token ", name, " of rank ", source);
       }
-      ++node;
+      ++name;
     }
-    require(routes.num_here[domain] == node, "plan: node tokens on rank ", rank);
+    // Of all ranks there.
+    for (int other = domain * locals; other < (domain + 1) * locals; ++other) {
+      int number = 0;
+      for (int token = 0; token <= routes.most_tokens; ++token) {
+        if (token % kChunk == 0) {
+          require(routes.num_before(other, token) == number, "plan: node tokens of rank ", other,
+                  " on rank ", rank);
+        }
+        number += token < routing.num_tokens[other] && ranks_of(other, token, own) != 0;
+      }
+    }
   }
 }

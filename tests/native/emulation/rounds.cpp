@@ -22,6 +22,7 @@
 #include <cstring>
 #include <string>
 
+#include "machine/network.h"
 #include "native/device/stop.h"
 #include "native/rail_layout.h"
 #include "sequence.h"
@@ -114,12 +115,12 @@ void Sequence::refuse(int rank) {
 }
 
 // As all ranks' hosts do before windows close: those of the group, or of a low-latency object.
-void Sequence::settle() {
+void Sequence::settle(bool is_cut) {
   if (sizes.domains == 1) return;
   emu::run(sizes.ranks, [&](int rank) {
     ncclep::native::settle(context(rank), rank, *rails(rank));
     emu::synchronize(rank);
-    require(!has_bytes_on_the_way(rank), "bytes are on their way to or from rank ", rank,
+    require(is_cut || !has_bytes_on_the_way(rank), "bytes are on their way to or from rank ", rank,
             ", whose windows close");
   });
 }
@@ -164,7 +165,8 @@ class WithFailure {
         ranks_(sequence.sizes.ranks),
         has_late_ctas_(kind == "late"),
         has_objects_(is_low_latency(kind)),
-        how_(has_late_ctas_ ? one_of({Failing::kStops, Failing::kComesLate, Failing::kHasLateCta})
+        how_(kind.find("cut") != std::string::npos ? Failing::kIsCut
+             : has_late_ctas_ ? one_of({Failing::kStops, Failing::kComesLate, Failing::kHasLateCta})
              : kind == "calls" ? Failing::kDiffers
                                : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
                                          Failing::kDiffers})),
@@ -174,8 +176,10 @@ class WithFailure {
         failed_in_(ranks_, kNever) {
     // Ranks give up at different times, now and then.
     for (auto& deadline_ns : sequence.deadlines_ns) {
-      deadline_ns = emu::kJump * between(0, 2) + emu::kJump / 2;
+      deadline_ns = emu::kJump * (how_ == Failing::kIsCut ? 4 : between(0, 2)) + emu::kJump / 2;
     }
+    // So what the victim puts after it has given up still comes in time.
+    if (how_ == Failing::kIsCut) sequence.deadlines_ns[victim_] = emu::kJump / 2;
     sequence.before_kernel = [this](int rank, bool begins_call) {
       if (rank == victim_ && !has_stopped_) maybe_stop(begins_call);
       if (has_stopped_ && has_late_ctas_ && between(0, 1) == 0) emu::delay(rank, between(1, 4));
@@ -195,7 +199,8 @@ class WithFailure {
       ++num_over_;
     });
     check_reports();
-    if (how_ == Failing::kRefuses || how_ == Failing::kDiffers) sequence_.settle();
+    const bool is_cut = how_ == Failing::kIsCut;
+    if (how_ == Failing::kRefuses || how_ == Failing::kDiffers || is_cut) sequence_.settle(is_cut);
     for (int rank = 0; rank < ranks_; ++rank) {
       if (failed_in_[rank] != kNever) check_that_nobody_is_disturbed(rank);
     }
@@ -213,6 +218,12 @@ class WithFailure {
     if (how_ == Failing::kDiffers && !sequence_.can_differ(step)) return;  // likewise
     has_stopped_ = true;
     stopped_in_ = step;
+    if (how_ == Failing::kIsCut) {
+      const bool is_for_good = between(0, 3) == 0;
+      sequence_.cut(victim_, [this, is_for_good] {
+        return !is_for_good && sequence_.states[victim_].failed != 0;
+      });
+    }
     if (how_ == Failing::kRefuses) sequence_.refuse(victim_);
     if (how_ == Failing::kStops || how_ == Failing::kRefuses) throw Stopped();
     if (how_ == Failing::kDiffers) sequence_.differing = victim_;
@@ -241,7 +252,11 @@ class WithFailure {
             rank == victim_ && (how_ == Failing::kStops || how_ == Failing::kRefuses);
         const bool is_alone =
             has_stopped_ && how_ != Failing::kHasLateCta && ranks_ > 1 && !has_left;
-        require(!is_alone || sequence_.may_go_on(how_, stopped_in_, rank == victim_),
+        // What was put before may be on its way, and others miss the rail peer only afterwards.
+        const bool is_soon_over = stopped_in_ + (has_objects_ ? 6 : 3) >= sequence_.num_steps();
+        require(!is_alone || (how_ == Failing::kIsCut
+                                  ? is_soon_over
+                                  : sequence_.may_go_on(how_, stopped_in_, rank == victim_)),
                 "failure: rank ", rank, " has waited for nobody");
         continue;
       }
@@ -252,12 +267,14 @@ class WithFailure {
       // It waits for the victim or for a rank that has failed itself: in a later step, or in a
       // step whose warps wait for several things.  With late CTAs it may be any rank.
       const bool passes_on = step > first || !sequence_.waits_for_one_thing(step);
-      // The victim passes on what its rail peers say.
+      // The victim passes on what its rail peers say.  Where its puts get no further, each rank is
+      // late in its turn, for others.
       const Sizes& sizes = sequence_.sizes;
       const bool speaks_for_peer = sizes.domain_of(victim_) == sizes.domain_of(rank) &&
                                    sizes.place_of(victim_) == sizes.place_of(peer);
       const bool is_right = peer == victim_ || rank == victim_ || has_late_ctas_ ||
-                            speaks_for_peer || (passes_on && failed_in_[peer] <= step);
+                            speaks_for_peer || (how_ == Failing::kIsCut && peer != rank) ||
+                            (passes_on && failed_in_[peer] <= step);
       require(is_right, "failure: rank ", rank, " names rank ", peer, " instead of ", victim_);
     }
   }
@@ -290,14 +307,17 @@ class WithFailure {
 
 int main(int argc, char** argv) {
   if (argc < 5) emu::fail("usage: rounds KIND RANKS SEED NUMBER [CHANGE]");
-  const std::string kind = argv[1];
+  const std::string name = argv[1], prefix = "short-";
+  const bool is_short = name.rfind(prefix, 0) == 0;
+  const std::string kind = is_short ? name.substr(prefix.size()) : name;
   const int ranks = std::atoi(argv[2]), first = std::atoi(argv[3]), number = std::atoi(argv[4]);
   if (argc > 5) emu::change_in_force = std::atoi(argv[5]);
   if (kind == "paths") return print_paths(ranks, number), 0;
   for (int seed = first; seed < first + number; ++seed) {
-    std::printf("%s, %d ranks, seed %d\n", kind.c_str(), ranks, seed);
+    std::printf("%s, %d ranks, seed %d\n", name.c_str(), ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
+    if (is_short) emu::queue_places = between(1, 4);
     const auto sequence = draw_sequence(kind, ranks, Starts{seed % 2 == 1});
     for (int closed = between(0, 2); closed > 0; --closed) sequence->settle();
     has_failure(kind) ? WithFailure(*sequence, kind).run() : run_without_failure(*sequence);

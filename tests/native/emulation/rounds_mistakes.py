@@ -4,42 +4,90 @@
 # fmt: off
 MISTAKES = {
     # In rounds, which every step of a training with large batches has, with weights.
-    "rounds: places of weights change with each": (
-        "native/rows/dispatch.cu", "if («job.end == job.most_tokens») me.state->dispatch_calls",
+    "rounds: two of a dispatch lie in one half": (
+        "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
+        "rails-dispatches", 4, "dispatch: ", 106),
+    "rounds: CTAs that have staged two are counted together": (
+        "native/rows/stage.cuh", "count += «round.number % 2» * kPhases;", "0",
+        "rails-dispatches", 4, ".", 106),
+    "rounds: the second is staged before all ranks have entered": (
+        "native/rails/phases.cuh",
+        "is_free = «wait_for_entry(me, Phase::kDispatch, rank, entry, epoch) != 0»;", "true",
+        "rails-dispatches", 4, "dispatch: "),
+    "rounds: one is staged before this domain has pulled the last but one": (
+        "native/rails/phases.cuh",
+        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), "
+        "round.number - 2,\n" + " " * 31 + "epoch)»;",
         "true",
+        "rails-dispatches", 4, "dispatch: "),
+    "rounds: one is staged before other domains have pulled the last but one": (
+        "native/rails/phases.cuh",
+        "is_free = «wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
+        + " " * 32 + "round.number - 1, epoch)» &&",
+        "true",
+        "rails-dispatches", 4, "dispatch: "),
+    "rounds: a domain says that it has pulled one before all of its ranks have": (
+        "native/rails/phases.cuh",
+        "||\n" + " " * 19
+        + "«wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch)»;",
+        "true",
+        "rails-dispatches", 4, "dispatch: "),
+    "rounds: a dispatch is over before other domains have pulled its last but one": (
+        "native/rails/phases.cuh",
+        "if («!wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, domain, last, epoch)»)",
+        "false",
+        "rails-dispatches", 4, "."),
+    "rounds: sums of ranks are sent before there is room": (
+        "native/rows/combine.cu",
+        "«wait_for_round(me, Phase::kCombine, host_of(me, source), round.number - 1,\n"
+        + " " * 40 + "epoch)»", "true",
+        "rails-combines", 4, "."),
+    "rounds: domains' sums of two lie in one place": (
+        "native/rail_layout.h", "return «round % 2» * turn_parts()", "0",
+        "rails-combines", 4, "combine: "),
+    "rounds: a domain's sums are made before this rank's last but one are added up": (
+        "native/rows/domain_sums.cuh",
+        "is_free = «wait_for_warps(me_, [&] { return are_added(me_, before); })»;", "true",
+        "rails-combines", 4, "combine: "),
+    "rounds: a domain's sums are made before the rail peers' last but one are added up": (
+        "native/rows/domain_sums.cuh",
+        "is_free = «wait_for_signal(me_, rails_, Phase::kCombine, kAddedUpPut, domain,\n"
+        + " " * 34 + "round.number - 1, epoch_)»;", "true",
+        "rails-combines", 4, "combine: "),
+    "rounds: a rank says that its sums are added up before they are": (
+        "native/rows/domain_sums.cuh",
+        "is_over = «wait_for_warps(me, [&] { return are_added(me, round); })»;", "true",
+        "rails-combines", 4, "combine: "),
+    "rounds: rows of one are taken after those of the last did not come": (
+        "native/rows/dispatch.cu", "num_rounds_of(job) && «goes_on»; ++number", "true",
+        "rails-failures", 4, "."),
+    "rounds: windows say how many there are, not the batch": (
+        "native/rails/rounds.cuh", "return «*job.rail_routes.most_chunks * kChunk»;",
+        "job.most_tokens",
+        "rails-dispatches", 2, "dispatch: rounds of rank"),
+    "rounds: only the first one's weights are put": (
+        "native/rails/phases.cuh", "if («job.has_weights && last > start») {",
+        "job.has_weights && last > start && round.number == 0",
         "rails-rows", 4, "dispatch: weight"),
-    "rounds: only the first one's weights are sent": (
-        "native/rails/phases.cuh", "part_up_to(job, phase, «job.most_tokens»)", "job.end",
-        "rails-rows", 4, "dispatch: weight"),
-    "rounds: domains' sums overlap": (
-        "native/rail_layout.h", "num_domains - 1 + «num_rounds * domain»", "domain",
-        "rails-combines", 6, "combine: ", 9),
-    "rounds: all of a dispatch use one half of the window": (
-        "native/rows/dispatch.cu", "me.state->dispatches = dispatches;",
-        "if (job.end == job.most_tokens) me.state->dispatches = dispatches;",
+    "rounds: a dispatch begins in the half of the last one's last but one": (
+        "native/rows/dispatch.cu", "dispatches = dispatches + «num_rounds - 1»;", "0",
         "rails-dispatches", 4, "."),
     "rounds: values of later ones are put where the first's are": (
-        "native/rows/domain_sums.cuh", "first = 4 * «start» * job.top_k", "(start - job.begin)",
+        "native/rows/domain_sums.cuh", "first = std::size_t{4} * «start» * job.top_k;",
+        "(start - round.begin)",
         "rails-combines", 4, "combine: weights"),
-    "rounds: rows of those before a failure are left as they are": (
-        "native/rows/dispatch.cu", "if («has_failed(me)») {\n    fill_nan(job.rows",
-        "has_failed(me) && job.begin == 0",
-        "rails-failures", 4, "dispatch: rows of rank .* not all NaN", 6),
-    "rounds: tokens of those before a failure are left as they are": (
-        "native/rows/combine.cu", "if («has_failed(me)») {\n    fill_nan(job.out",
-        "has_failed(me) && job.begin == 0",
-        "rails-failures", 4, "combine: tokens of rank .* not all NaN", 18),
     "rounds: the phases of one are counted once": (
-        "native/rows/combine.cu", "count_signals<R>(me, kSumsPut, «job.num_phases»);", "1",
+        "native/rows/combine.cu",
+        "count_signals<R>(me, kSumsPut, «num_rounds * num_phases_in(job)»);", "num_phases_in(job)",
         "rails-combines", 2, "."),
 
     # Of one round as of several.
     "rails: the last phase is not followed by the first": (
-        "native/rails/phases.cuh", "«phase + 1 < job.num_phases ? phase + 1 : 0u»", "phase + 1",
-        "rails-dispatches", 2, "a wait was in vain"),
+        "native/rails/phases.cuh", "«unit + 1 < all ? unit + 1 : 0u»", "unit + 1",
+        "rails-dispatches", 2, "a wait was in vain|nobody gets any further"),
     "rails: a refusal stays in its domain": (
         "native/device/stop.cu",
-        "put(me, rails, kControlWindow, domain, me.control.stop(), sent, 8, kStopPut);", "",
+        "put_last(me, rails, now_ns(), domain, me.control.stop(), sent, 8, kStopPut);", "",
         "rails-failures", 2, "failure: rank . does not say that rank . refused"),
     "rails: a second closing waits for nothing": (
         "native/device/stop.cu", "count_signals<Rails>(me, kLastPut, kLastRounds);", "",

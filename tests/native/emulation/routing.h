@@ -60,6 +60,7 @@ struct Routing {
   int top_k, alignment;
   std::int64_t limit;                            // of rows; 0: exact mode
   bool may_drop;                                 // whether there may be more rows than that
+  int least_chunks;                              // that hosts think that there are
   std::vector<int> num_tokens;                   // by rank
   bool is_int64;                                 // the indices, otherwise int32
   std::vector<std::vector<std::int64_t>> named;  // by rank, [T * K]; -1: not routed
@@ -75,7 +76,10 @@ struct Routing {
   // Rows of a rank's tensors.
   std::int64_t room_of(int rank) const { return limit > 0 ? limit : num_rows[rank]; }
   int most_tokens() const { return *std::max_element(num_tokens.begin(), num_tokens.end()); }
-  int most_chunks() const { return ncclep::native::num_chunks_of(most_tokens()); }
+  // As hosts know it: in static mode an upper bound.
+  int most_chunks() const {
+    return std::max(least_chunks, ncclep::native::num_chunks_of(most_tokens()));
+  }
 };
 
 // An expert named twice counts once.
@@ -193,6 +197,7 @@ inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
     routing.limit =
         std::max(1, most * emu::between(5, 13) / 10 / routing.alignment) * routing.alignment;
     find_slots(sizes, routing);
+    routing.least_chunks = ncclep::native::num_chunks_of(emu::one_of({0, sizes.max_tokens}));
     routing.may_drop = emu::between(0, 1) == 0;
     for (const int dropped : routing.num_dropped) routing.may_drop |= dropped > 0;
   }

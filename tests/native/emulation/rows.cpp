@@ -196,7 +196,8 @@ void Rows::dispatch(int rank, int number) {
   job.routes = plan.received;
   job.rail_routes = plan.rail_routes;
   const KernelContext me = context(rank, call_of(number, rank == differing));
-  const int sms = between(min_ctas(1), kind_ == "many" ? 2 : kSms);
+  const int sms = between(min_ctas(1), kind_ == "many" ? 3 : kSms);
+  const std::uint64_t dispatches = states[rank].dispatches;
   launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
@@ -204,6 +205,10 @@ void Rows::dispatch(int rank, int number) {
     if (step.has_weights) require_nan(row_w, "dispatch: weights", rank);
     return;
   }
+  const int tokens = me.control.round_tokens(),
+            most = num_chunks_of(routing.most_tokens()) * kChunk;
+  const std::uint64_t rounds = sizes.domains == 1 ? 1 : std::max(1, (most + tokens - 1) / tokens);
+  require(states[rank].dispatches - dispatches == rounds, "dispatch: rounds of rank ", rank);
   std::vector<std::pair<int, int>> origin(num_rows, {-1, 0});  // rank, and index there
   for (const Pair& pair : routing.pairs[rank]) {
     for (const Assignment& assignment : pair.assignments) {
@@ -307,9 +312,7 @@ void Rows::combine(int rank, int number) {
 
 // --- failures ------------------------------------------------------------------------------------
 
-int Rows::last_kernel() const {
-  return kind_ == "calls" ? num_steps() : (1 + sizes.rounds) * num_steps();
-}
+int Rows::last_kernel() const { return (kind_ == "calls" ? 1 : 2) * num_steps(); }
 
 bool Rows::is_agreed(int step) const {
   return steps_[step].kind == Step::kPlan && routings_[steps_[step].plan].limit == 0;
@@ -339,9 +342,9 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
           : step.kind == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
-  // Each kernel is an operation, the last perhaps not over.  A plan's errors named the plan, or
-  // what a barrier counts.
-  const std::uint64_t kernels = step.kind == Step::kPlan ? 3 : sizes.rounds;
+  // A plan is up to three kernels, each an operation.  A plan's errors named the plan, or what a
+  // barrier counts.
+  const std::uint64_t kernels = step.kind == Step::kPlan ? 3 : 1;
   require(states[rank].epoch + 1 - mailbox.failed_epoch <= kernels, "failure: rank ", rank,
           " names operation ", mailbox.failed_epoch, " after ", states[rank].epoch);
   if (how == Failing::kRefuses) {

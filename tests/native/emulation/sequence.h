@@ -19,6 +19,10 @@
 //   probes       probes of the network between domains of ranks (network.cpp)
 //   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in
 //   rounds
+//   rails-cut    what a rank puts to one of its rail peers gets no further, for good or until the
+//                rank gives up
+//   rails-ll-cut the same in low-latency mode
+//   short-...    any of these over queues of few places
 #pragma once
 
 #include <cstdint>
@@ -36,11 +40,12 @@
 constexpr int kSms = 8;  // CTAs of a kernel, at most
 
 inline bool has_failure(const std::string& kind) {
-  return kind == "late" || kind == "calls" || kind.find("failures") != std::string::npos;
+  return kind == "late" || kind == "calls" || kind.find("failures") != std::string::npos ||
+         kind.find("cut") != std::string::npos;
 }
 
 // How a rank, the victim, does not do what the others expect.
-enum class Failing { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers };
+enum class Failing { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers, kIsCut };
 
 using Bytes = std::vector<std::vector<char>>;
 
@@ -78,7 +83,10 @@ class Sequence {
   // Checks what a rank whose group has failed in this step says of it.
   virtual void check_failure(int rank, int step, Failing how, int victim) = 0;
   void refuse(int rank);
-  void settle();
+  // `is_cut`: something stays on its way.
+  void settle(bool is_cut = false);
+  // Stops what a rank puts to a rail peer, until `is_over()`.
+  void cut(int rank, const std::function<bool()>& is_over);
 
   const Sizes sizes;
   std::deque<ncclep::native::State> states;

@@ -46,7 +46,7 @@ SMALLER = {
     "native/plan/plan_receive.cu": {
         "kAssignments = 8, kPairs = 4;": "kAssignments = 2, kPairs = 1;"
     },
-    "native/rows/dispatch.cu": {"kUnroll = 8;": "kUnroll = 2;"},
+    "native/rows/stage.cuh": {"kUnroll = 8;": "kUnroll = 2;"},
     "native/low_latency/protocol.h": {"kLowLatencyTokens = 512;": "kLowLatencyTokens = 64;"},
     "native/low_latency/operation.cuh": {"kLlThreads = 512,": "kLlThreads = 96,"},
     "native/low_latency/combine.cu": {"kAtOnce = 4;": "kAtOnce = 2;"},

@@ -157,6 +157,10 @@ T atomicOr(T* word, T value) {
   return atomically(word, [value](T was) { return was | value; });
 }
 template <typename T>
+T atomicMax(T* word, T value) {
+  return atomically(word, [value](T was) { return was < value ? value : was; });
+}
+template <typename T>
 T atomicExch(T* word, T value) {
   return atomically(word, [value](T) { return value; });
 }

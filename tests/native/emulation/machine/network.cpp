@@ -1,6 +1,7 @@
 #include "network.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace emu {
 
@@ -28,11 +29,14 @@ void Network::add_window(int rank, char* memory, std::size_t num_bytes) {
 
 void Network::put(int rank, int window, int domain, std::size_t to, std::size_t from,
                   std::size_t num_bytes, int signal) {
-  const int target = domain * local_ranks_ + rank % local_ranks_;
+  const int target = peer_of(rank, domain);
   EMU_REQUIRE(0 <= domain && target < num_ranks_ && target != rank);
   const Window &source = windows_[rank].at(window), &there = windows_[target].at(window);
   EMU_REQUIRE(from + num_bytes <= source.num_bytes && to + num_bytes <= there.num_bytes);
   EMU_REQUIRE(signal < static_cast<int>(signals_[target].size()));
+  if (static_cast<int>(between(rank, target).size()) >= queue_places) {
+    fail("a put waits without an end: the queue is full");
+  }
   Put put{there.memory + to,
           std::vector<char>(num_bytes),
           source.memory + from,
@@ -44,15 +48,31 @@ void Network::put(int rank, int window, int domain, std::size_t to, std::size_t 
   maybe_yield();
 }
 
+bool Network::has_room(int rank, int domain) {
+  const auto& puts = between(rank, peer_of(rank, domain));
+  const bool is_full = static_cast<int>(puts.size()) >= queue_places;
+  if (is_full && draw(8) == 0) get_further();
+  is_full ? yield() : maybe_yield();
+  return !is_full;
+}
+
+int Network::stop(int rank, int domain, std::function<bool()> is_over) {
+  const int peer = peer_of(rank, domain);
+  stopped_ = rank * num_ranks_ + peer;
+  is_stop_over_ = std::move(is_over);
+  return peer;
+}
+
 const std::uint64_t* Network::look_at(int rank, int signal) {
   if (!is_measuring && draw(8) == 0) get_further();
   return &signals_[rank][signal];
 }
 
 void Network::get_further() {
+  if (stopped_ >= 0 && is_stop_over_()) stopped_ = -1;
   std::vector<int> busy;
   for (const auto& [pair, puts] : puts_) {
-    if (!puts.empty()) busy.push_back(pair);
+    if (!puts.empty() && pair != stopped_) busy.push_back(pair);
   }
   if (busy.empty()) return;
   const int pair = busy[draw(busy.size())], target = pair % num_ranks_;
@@ -85,7 +105,9 @@ void Network::get_further() {
 }
 
 bool Network::is_at_rest() const {
-  return std::all_of(puts_.begin(), puts_.end(), [](auto& each) { return each.second.empty(); });
+  return std::all_of(puts_.begin(), puts_.end(), [this](const auto& each) {
+    return each.second.empty() || each.first == stopped_;
+  });
 }
 
 bool Network::has_bytes_on_the_way(int rank) const {

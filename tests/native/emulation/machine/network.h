@@ -3,18 +3,23 @@
 // What is put is read from the source's memory at any time until it arrives, as its thread saw that
 // memory.  Puts between two ranks arrive in any order, each with a signal; a signal is counted only
 // when its put and all earlier ones between the two have arrived.  Between different ranks there is
-// no order.
+// no order.  As many puts between two ranks as a queue has places may be on their way; a direction
+// can be stopped.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <vector>
 
 #include "emulator.h"
 
 namespace emu {
+
+// Places of the queue between two ranks: NCCL's, where a plugin takes one receive, or fewer.
+inline int queue_places = 32;
 
 class Network {
  public:
@@ -27,6 +32,10 @@ class Network {
   // As network/rail.cuh has it.
   void put(int rank, int window, int domain, std::size_t to, std::size_t from,
            std::size_t num_bytes, int signal);
+  // Whether a rank may put; now and then something arrives before.
+  bool has_room(int rank, int domain);
+  // Nothing gets any further from a rank to a peer, which is returned, until `is_over()`.
+  int stop(int rank, int domain, std::function<bool()> is_over);
   // The word of a signal; now and then something arrives before.
   const std::uint64_t* look_at(int rank, int signal);
   // Lets something arrive, or be read.
@@ -51,6 +60,7 @@ class Network {
     char* memory = nullptr;
     std::size_t num_bytes = 0;
   };
+  int peer_of(int rank, int domain) const { return domain * local_ranks_ + rank % local_ranks_; }
   std::deque<Put>& between(int source, int target) { return puts_[source * num_ranks_ + target]; }
 
   const int num_ranks_, local_ranks_;
@@ -58,6 +68,8 @@ class Network {
   std::vector<std::vector<Window>> windows_;         // by rank
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
   std::map<int, std::deque<Put>> puts_;              // by source and target, in their order
+  int stopped_ = -1;                                 // of `puts_`
+  std::function<bool()> is_stop_over_;
 };
 
 }  // namespace emu

@@ -11,6 +11,11 @@ struct Rail {
   int rank, first_window = 0;
 };
 
+inline int queue_of(const Rail&, int domain) { return domain; }
+inline bool has_room(const Rail& rail, int domain, std::size_t) {
+  return rail.network->has_room(rail.rank, domain);
+}
+
 constexpr int kNoSignal = -1;
 inline void put(const Rail& rail, int window, int domain, std::size_t to, std::size_t from,
                 std::size_t num_bytes, int signal) {
