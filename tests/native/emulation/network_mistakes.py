@@ -3,19 +3,11 @@
 # Kind, ranks, number.
 CASES = (
     ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 6),
-<<<<<<< HEAD
     ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-many", 33, 1), ("rails-failures", 2, 6),
     ("rails-rows", 2, 4), ("rails-rows", 4, 3), ("rails-rows", 6, 1), ("rails-dispatches", 4, 2),
     ("rails-dispatches", 6, 1), ("rails-combines", 4, 2), ("rails-combines", 6, 1),
     ("rails-failures", 4, 5), ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10),
-    ("rails-ll", 4, 8), ("rails-ll", 6, 4), ("rails-ll-many", 33, 1), ("rails-ll-failures", 2, 8),
-=======
-    ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-many", 33, 2), ("rails-failures", 2, 6),
-    ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
-    ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
-    ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
-    ("rails-ll", 6, 4), ("rails-ll-many", 36, 2), ("rails-ll-failures", 2, 8),
->>>>>>> paths
+    ("rails-ll", 4, 8), ("rails-ll", 6, 4), ("rails-ll-many", 36, 1), ("rails-ll-failures", 2, 8),
     ("rails-ll-failures", 4, 6),
 )  # fmt: skip
 
