@@ -148,7 +148,8 @@ def be_rank_that_holds_its_last_barrier(*arguments: str) -> int:
     """Be one that says so if its last barrier is still there when it destroys the group."""
     import torch.distributed as dist
 
-    barrier, destroy, last = dist.barrier, dist.destroy_process_group, []
+    barrier, destroy = dist.barrier, dist.destroy_process_group
+    last: list[Any] = []
 
     def note(**options: Any) -> Any:
         work = barrier(**options)
