@@ -127,8 +127,8 @@ class Rank {
     job.routed_per_expert = job.tokens_per_expert + control_.num_local();
     job.num_dropped = job.routed_per_expert + control_.num_local();
     job.token_routes = TokenRoutes::in(routes_.data<std::int32_t>(), kTokens);
-    job.rail_routes =
-        RailRoutes::in(rail_routes_.data<std::int32_t>(), control_.num_domains, kTokens, kChunk);
+    job.rail_routes = RailRoutes::in(rail_routes_.data<std::int32_t>(), control_, kTokens,
+                                     num_chunks_of(kTokens));
     plan_count(context(), job, PlanScratch(scratch_.data<std::int32_t>(), control_, kCtas), kCtas,
                0, rails());
   }
@@ -184,7 +184,8 @@ class Rank {
   Memory rows_{kTokens * kRowBytes, 0}, weights_{4 * kTokens * kTopK, 0};
   Memory topk_{4 * kTokens * kTopK, 0}, counts_{4 * kMaxRanks, 0};
   Memory plan_{8 * 3, 0}, routes_{16 * kTokens, 0};
-  Memory rail_routes_{std::size_t(4) * RailRoutes::size(control_.num_domains, kTokens, kChunk), 0};
+  Memory rail_routes_{std::size_t(4) * RailRoutes::size(control_, kTokens, num_chunks_of(kTokens)),
+                      0};
   Memory scratch_{std::size_t(4) * PlanScratch::size(control_, kCtas), 0};
 };
 

@@ -24,7 +24,7 @@ namespace {
 constexpr std::int32_t kMark = 77;  // what a plan's first kernel writes for other domains
 
 std::int64_t size_of(const Control& control, const RailRoutes& routes) {
-  return RailRoutes::size(control.num_domains, routes.num_tokens, routes.most_tokens);
+  return RailRoutes::size(control, routes.num_tokens, routes.num_chunks());
 }
 
 void note_rows(const KernelContext& me, int num_phases, const Rails* rails) {
@@ -45,7 +45,7 @@ void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch
   standin::note_kernel(stream);
   standin::launched.received = me.state->received;
   if (me.control.num_domains > 1) {
-    std::fill_n(job.rail_routes.num_sent, size_of(me.control, job.rail_routes), kMark);
+    std::fill_n(job.rail_routes.most_chunks, size_of(me.control, job.rail_routes), kMark);
   }
   if (job.ticket == 0) return;
   const int num_local = me.control.num_local();
@@ -80,7 +80,7 @@ void plan_receive(const KernelContext& me, const ReceivedRoutes&, const PlanScra
   standin::note_kernel(stream);
   me.state->received = ++me.state->plans;
   if (me.control.num_domains == 1) return;
-  const std::int32_t* first = rail_routes.num_sent;
+  const std::int32_t* first = rail_routes.most_chunks;
   standin::require(std::all_of(first, first + size_of(me.control, rail_routes),
                                [](std::int32_t word) { return word == kMark; }),
                    "routes for other domains are lost when routes are received again");
