@@ -73,14 +73,19 @@ struct RailLayout {
            static_cast<std::size_t>(num_domains()) * local_ranks() * (control.max_chunks() + 1) * 4;
   }
   NCCLEP_BOTH std::size_t values() const { return sent_values() + values_bytes(); }
-  // The next two are used by this rank alone, and 0 between calls: uint32 [2][rounds], the items of
-  // a round that warps are done with: rows pulled, or sums of ranks; and sums over domains.
+  // The next three are used by this rank alone, and 0 between calls: uint32 [2][rounds], the items
+  // of a round that warps are done with: rows pulled, or sums of ranks; and sums over domains.
   NCCLEP_BOTH std::size_t num_done() const { return values() + values_bytes(); }
   // uint32 [D][phases of all rounds]: tokens of each domain, this rank's among its own, whose sums
   // of ranks are done.
   NCCLEP_BOTH std::size_t num_summed() const { return num_done() + 2 * control.num_rounds * 4; }
-  NCCLEP_BOTH std::size_t end() const {
+  // uint32 [phases of all rounds]: CTAs that have staged their part of each.  A CTA may be in a
+  // later round where nobody needs rows of this one.
+  NCCLEP_BOTH std::size_t num_staged() const {
     return num_summed() + std::size_t{4} * num_domains() * control.max_phases();
+  }
+  NCCLEP_BOTH std::size_t end() const {
+    return num_staged() + std::size_t{4} * control.max_phases();
   }
 
  private:

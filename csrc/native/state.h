@@ -201,9 +201,8 @@ struct State {
   unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
   unsigned int is_bad;           // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
-  // CTAs that have staged their part of each phase, of a round and the next one.
-  unsigned int staged[2 * kPhases];
-  unsigned int put_phases;  // phases of the current dispatch that were put to rail peers
+  unsigned int staged[kPhases];  // CTAs that have staged their part of each phase, in one domain
+  unsigned int put_phases;       // phases of the current dispatch that were put to rail peers
   unsigned int queue_in_use[kMaxDomains];  // NCCL's queues: one thread at a time puts into each
 };
 

@@ -118,12 +118,15 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
     __syncthreads();
     const auto completes = [&] {
       __threadfence_system();  // for what all warps of the CTA wrote
-      unsigned int* count = &me.state->staged[phase];
-      if constexpr (R::kAreThere) count += round.number % 2 * kPhases;
+      const int unit = number_of_phase<R>(round, phase);
+      unsigned int* count = me.state->staged + unit;
+      if constexpr (R::kAreThere) {
+        const std::size_t counts = RailLayout{layout}.num_staged();
+        count = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + counts) + unit;
+      }
       if (static_cast<int>(atomicAdd(count, 1u)) != num_ctas - 1) return false;
       *count = 0;
       fence_system();  // passes on what this thread saw through the other CTAs' fences
-      const int unit = number_of_phase<R>(round, phase);
       for (int place = 0; place < layout.local_ranks(); ++place) {
         store_relaxed(staged_flags<R>(me, local_rank(me, place), me.rank) + unit, epoch);
       }

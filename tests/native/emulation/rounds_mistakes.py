@@ -8,7 +8,7 @@ MISTAKES = {
         "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
         "rails-dispatches", 4, "dispatch: ", 106),
     "rounds: CTAs that have staged two are counted together": (
-        "native/rows/stage.cuh", "count += «round.number % 2» * kPhases;", "0",
+        "native/rows/stage.cuh", "me.control_of[me.rank] + counts) + «unit»;", "phase",
         "rails-dispatches", 4, ".", 106),
     "rounds: the second is staged before all ranks have entered": (
         "native/rails/phases.cuh",
