@@ -1,4 +1,7 @@
-"""`python -m benchmarks --model-network`: traffic between nodes, computed and not measured."""
+"""`python -m benchmarks --model-network`: traffic between nodes, and memory, computed.
+
+What belongs to the kernels comes from the extension, which needs no GPU for it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,22 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ncclep.benchmark.table import as_text, grid
-from megatron_ncclep.errors import InputError
+import torch
 
-# `native` puts the rows of a dispatch or a combine in at most so many messages, its phases.
-MOST_PHASES = 9
-CHUNK = 128  # tokens that its kernels take together
+from megatron_ncclep.benchmark.table import as_text, grid
+from megatron_ncclep.cli import config_files
+from megatron_ncclep.engines.native.plan import HEADROOM
+from megatron_ncclep.engines.native.windows import tokens_of_windows
+from megatron_ncclep.errors import EngineUnavailableError, InputError
+from megatron_ncclep.libraries import extension
+from megatron_ncclep.vllm import MOST_TOKENS
+
 # Heads of the tables.
 HEAD = "nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"
 PUTS_HEAD = (
-    "nodes", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB", "rounds", "window GB",
+    "nodes", "plan puts", "KB", "dispatch puts", "MB", "combine puts", "MB", "rounds",
 )  # fmt: skip
-# It takes more rounds until a rows window has at most so many bytes.
-MOST_WINDOW_BYTES = 2 << 30
+MEMORY_HEAD = "nodes", "ranks", "rows GB", "control MB", "a plan MB", "low latency GB"
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class Puts:
             pairs, assignments: those of (token, rank) and of (token, expert) there.
         """
         counts = 8 * ranks_on_each * (experts_on_rank + 1)
-        num_chunks = -(-num_tokens // CHUNK)
-        chunks = 4 * (ranks_on_each + 1) * (num_chunks + 1) + 4 * num_chunks * CHUNK
+        chunk = _kernels().CHUNK
+        num_chunks = -(-num_tokens // chunk)
+        chunks = 4 * (ranks_on_each + 1) * (num_chunks + 1) + 4 * num_chunks * chunk
         return cls(2 + 3 * ranks_on_each, counts + 8 * assignments + 8 * pairs + chunks)
 
     @classmethod
@@ -60,7 +67,7 @@ class Puts:
         cls,
         node_tokens: float,
         row_bytes: int,
-        phases: int = MOST_PHASES,
+        phases: int | None = None,
         weights: float = 0,
         rounds: int = 1,
         told: int = 1,
@@ -70,12 +77,13 @@ class Puts:
         Args:
             node_tokens: rows: in dispatch this rank's for the peer, in combine the peer's.
             row_bytes: of a row.
-            phases: messages with rows in a round.
+            phases: messages with rows in a round; None: the most.
             weights: numbers that go with them: T * K, in combine in whole chunks, or 0.
             rounds: of so many phases each.
             told: the last rounds of which the peer is not told that their room is free: 1 in
                 dispatch, 2 in combine.
         """
+        phases = phases or _kernels().PHASES
         messages = 1 + rounds * phases * (2 if weights else 1) + max(0, rounds - told)
         return cls(messages, 8 + node_tokens * row_bytes + 4 * weights)
 
@@ -112,22 +120,28 @@ class NetworkModel:
     def parse(cls, text: str) -> NetworkModel:
         """Read `NAME=VALUE,...`, such as `nic_gb_s=90,top_k=4`; the other values are the defaults.
 
+        `model=NAME` takes those of a model of configs/model, or of a path that ends in .yaml.
+
         Raises:
             InputError: an unknown name, or a value that is not a number or makes no sense.
         """
         kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(cls)}
         given: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         for item in filter(None, text.split(",")):
             name, _, value = item.partition("=")
-            if name not in kinds:
-                raise InputError(f"--model-network {item}: the names are {', '.join(kinds)}")
-            if name in given:
+            if name not in names():
+                raise InputError(f"--model-network {item}: the names are {', '.join(names())}")
+            if name in given or (name == "model" and sizes):
                 raise InputError(f"--model-network {text}: {name} is given twice")
+            if name == "model":
+                sizes = _sizes_of_model(value)
+                continue
             try:
                 given[name] = kinds[name](value)
             except ValueError as error:
                 raise InputError(f"--model-network {item}: {value!r} is not a number") from error
-        return cls(**given)
+        return cls(**{**sizes, **given})
 
     def _needed(self, parts: int) -> float:
         """The probability that a token needs an expert of one of `parts` equal parts of them."""
@@ -155,43 +169,56 @@ class NetworkModel:
         crossing = tokens * self._needed(nodes)
         pairs = tokens * self.ranks_on_each * self._needed(ranks)
         sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
-        rounds = self.rounds(nodes)
+        rounds, chunk = self.rounds(nodes), _kernels().CHUNK
+        chunks = -(-tokens // chunk)
         rows: dict[str, Any] = {
             "node_tokens": crossing,
             "row_bytes": self.row_bytes,
-            "phases": min(MOST_PHASES, self._round_chunks(rounds) // 2 + 1),
+            "phases": min(_kernels().PHASES, -(-chunks // rounds) // 2 + 1),
             "rounds": rounds,
         }
         return [
             Puts.of_plan(*sizes, pairs, tokens * self.top_k / nodes),
             Puts.of_rows(**rows, weights=tokens * self.top_k),
-            Puts.of_rows(**rows, weights=self._most_chunks * CHUNK * self.top_k, told=2),
+            Puts.of_rows(**rows, weights=chunks * chunk * self.top_k, told=2),
         ]
 
-    def window_bytes(self, nodes: int, rounds: int) -> int:
-        """Bytes of a rank's rows window with `native` (`csrc/native/rail_layout.h`).
+    def memory(self, nodes: int) -> dict[str, int]:
+        """Bytes of GPU memory of a rank with `native`, and the rounds of a dispatch or combine.
 
-        For each token of a round: two halves for dispatch, each with this rank's rows and, for each
-        other node, those on their way there and those from there; the sums of all ranks; and, for
-        one round or two, those on their way to other nodes and those of all nodes.
+        `rows` and `control` are the windows; `plan` is what an exact plan of a balanced load keeps,
+        until its backward pass; `low_latency` are the windows of vLLM's objects, for bf16.
         """
-        of_nodes = (2 if rounds > 1 else 1) * (2 * nodes - 1)
-        rows = 2 * (2 * nodes - 1) + nodes * self.ranks_on_each + of_nodes
-        return rows * self._round_chunks(rounds) * CHUNK * self.row_bytes
+        native, ranks = _kernels(), nodes * self.ranks_on_each
+        assignments = int(HEADROOM * self.num_tokens * self.top_k)
+        group = {"num_ranks": ranks, "num_domains": nodes, "top_k": self.top_k}
+        memory: dict[str, int] = native.native_memory(
+            **group,
+            num_experts=self.num_experts,
+            num_tokens=tokens_of_windows(self.num_tokens),
+            row_bytes=self.row_bytes,
+            max_pairs=min(ranks * self.num_tokens, assignments),
+            max_assignments=assignments,
+        )
+        # PlanBuffers: `counts` and `token_routes`.
+        counts = 8 * (2 * self.num_experts // ranks + 1)
+        memory["plan"] = memory.pop("routes") + counts + 16 * self.num_tokens
+        memory["low_latency"] = sum(
+            native.low_latency_bytes(
+                **group,
+                max_tokens=most,
+                hidden=self.row_bytes // 2,
+                payload=str(torch.bfloat16),
+                dtype=str(torch.bfloat16),
+                num_scales=0,
+            )
+            for most in MOST_TOKENS
+        )
+        return memory
 
     def rounds(self, nodes: int) -> int:
         """The rounds of a dispatch or a combine with `native`, each for a part of the tokens."""
-        rounds = 1
-        while rounds < self._most_chunks and self.window_bytes(nodes, rounds) > MOST_WINDOW_BYTES:
-            rounds += 1
-        return rounds
-
-    @property
-    def _most_chunks(self) -> int:
-        return -(-self.num_tokens // CHUNK)
-
-    def _round_chunks(self, rounds: int) -> int:
-        return -(-self._most_chunks // rounds)
+        return self.memory(nodes)["rounds"]
 
     def seconds(self, nodes: int) -> float:
         """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""
@@ -201,15 +228,52 @@ class NetworkModel:
 
 
 def names() -> list[str]:
-    """The names of the model's values."""
-    return [field.name for field in dataclasses.fields(NetworkModel)]
+    """The names that `NetworkModel.parse` takes."""
+    return [*(field.name for field in dataclasses.fields(NetworkModel)), "model"]
+
+
+def _kernels() -> Any:
+    """The extension.
+
+    Raises:
+        EngineUnavailableError: there is none.
+    """
+    if problem := extension.unavailable_reason():
+        raise EngineUnavailableError(f"--model-network asks the extension for sizes: {problem}")
+    return extension.load()
+
+
+def _sizes_of_model(name: str) -> dict[str, Any]:
+    """Values of a model configuration; its rows are bf16."""
+    of: Any = {"micro-batch-size": 1, **config_files.load("model", name)}
+    try:
+        return {
+            "num_tokens": of["seq-length"] * of["micro-batch-size"],
+            "row_bytes": 2 * of["hidden-size"],
+            "num_experts": of["num-experts"],
+            "top_k": of["moe-router-topk"],
+        }
+    except KeyError as error:
+        raise InputError(f"--model-network model={name}: it has no {error}") from None
 
 
 def render(model: NetworkModel) -> str:
-    """The model's values for 2 to 64 nodes, as far as there are experts for them, as text."""
-    rows, puts = [], []
-    for nodes in (2, 4, 8, 16, 32, 64):
-        if model.num_experts % (nodes * model.ranks_on_each):
+    """The model's values for 1 to 64 nodes, as far as there are experts for them, as text.
+
+    Raises:
+        InputError: there are too few experts for the ranks of one node.
+        EngineUnavailableError: the extension is missing.
+    """
+    rows, puts, held = [], [], []
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        ranks = nodes * model.ranks_on_each
+        if model.num_experts % ranks or ranks > _kernels().MAX_RANKS:
+            continue
+        memory = model.memory(nodes)
+        parts = (("rows", 1e9), ("control", 1e6), ("plan", 1e6), ("low_latency", 1e9))
+        numbers = [f"{memory[name] / unit:.2f}" for name, unit in parts]
+        held.append([str(nodes), str(ranks), *numbers])
+        if nodes == 1:
             continue
         crossing, inside, flat = (
             [f"{sent / 1e6:.0f}", f"{sent / (1e6 * gb_s):.2f}"]
@@ -219,15 +283,19 @@ def render(model: NetworkModel) -> str:
                 (model.flat_bytes(nodes), model.nic_gb_s),
             )
         )
-        ranks, ms = str(nodes * model.ranks_on_each), f"{1e3 * model.seconds(nodes):.2f}"
-        rows.append([str(nodes), ranks, *crossing, *inside, ms, *flat])
+        ms = f"{1e3 * model.seconds(nodes):.2f}"
+        rows.append([str(nodes), str(ranks), *crossing, *inside, ms, *flat])
         cells = [
             (str(put.messages), f"{put.num_bytes / unit:.1f}")
             for put, unit in zip(model.puts(nodes), (1e3, 1e6, 1e6), strict=True)
         ]
-        rounds = model.rounds(nodes)
-        window = f"{model.window_bytes(nodes, rounds) / 1e9:.2f}"
-        puts.append([str(nodes), *(cell for pair in cells for cell in pair), str(rounds), window])
+        rounds = str(memory["rounds"])
+        puts.append([str(nodes), *(cell for pair in cells for cell in pair), rounds])
+    if not held:
+        raise InputError(
+            f"--model-network: {model.num_experts} experts are not divisible by the "
+            f"{model.ranks_on_each} ranks of a node: give ranks_on_each"
+        )
     head = (
         f"A model, not a measurement: one dispatch or combine of {model.num_tokens} tokens per "
         f"rank, rows of {model.row_bytes} bytes, top-{model.top_k} of {model.num_experts} equally "
@@ -239,6 +307,12 @@ def render(model: NetworkModel) -> str:
     network = (
         "Messages and bytes that a rank puts to each of its rail peers, one on every other node, "
         "with the engine 'native' over GIN: an exact plan, and dispatch and combine with weights, "
-        f"in up to {MOST_PHASES} phases a round, the most; and its window for rows."
+        f"in up to {_kernels().PHASES} phases a round, the most."
     )
-    return as_text(head, "", grid(HEAD, rows), "", network, "", grid(PUTS_HEAD, puts))
+    memory_head = (
+        "GPU memory of a rank with the engine 'native': its windows for rows and for control; an "
+        f"exact plan of a balanced load; vLLM's low-latency objects, for at most {MOST_TOKENS} "
+        "tokens."
+    )
+    tables = [("", grid(HEAD, rows), "", network, "", grid(PUTS_HEAD, puts))] if rows else []
+    return as_text(head, *sum(tables, ()), "", memory_head, "", grid(MEMORY_HEAD, held))

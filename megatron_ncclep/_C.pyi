@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+CHUNK: int
+PHASES: int
 MAX_RANKS: int
 MAX_LOCAL_RANKS: int
 MAX_DOMAINS: int
@@ -296,6 +298,29 @@ def split_combine(
     num_ctas: int, num_ranks: int, top_k: int, row_bytes: int
 ) -> tuple[int, int, int]: ...
 def native_min_sms(num_ranks: int) -> int: ...
+def native_device_problem() -> str: ...
+def native_memory(
+    *,
+    num_ranks: int,
+    num_domains: int,
+    num_experts: int,
+    num_tokens: int,
+    top_k: int,
+    row_bytes: int,
+    max_pairs: int,
+    max_assignments: int,
+) -> dict[str, int]: ...
+def low_latency_bytes(
+    *,
+    num_ranks: int,
+    num_domains: int,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    payload: str,
+    dtype: str,
+    num_scales: int,
+) -> int: ...
 def routes_and_weights(
     routing_map: Tensor,
     probs: Tensor,

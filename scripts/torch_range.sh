@@ -34,6 +34,7 @@ check() {
     (cd "$2" && "$bin/ncclep" doctor &&
         "$bin/ncclep" train --ranks 2 --device cpu --compare alltoall --steps 20 &&
         "$bin/ncclep" bench --smoke) &&
+        "$bin/python" -m benchmarks --smoke --out "$2/benchmarks" &&
         "$bin/python" -m pytest -q -n 2 "${tests[@]}"
 }
 

@@ -1,8 +1,8 @@
 """The oracle: one process sees all ranks and moves one row at a time.
 
 It shares no code with any engine.  Its purpose is to be read against docs/contract.md; faster ones
-(megatron_ncclep/testing/table_oracle.py, with which the benchmark checks full sizes on the device,
-and the emulator's routing in C++) are compared with it, or with engines that are.
+(megatron_ncclep/benchmark/table_oracle.py, with which `ncclep bench` checks full sizes on the
+device, and the emulator's routing in C++) are compared with it, or with engines that are.
 """
 
 from __future__ import annotations

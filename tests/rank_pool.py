@@ -12,7 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.launch import (
-    GRACE_S,
     RankContext,
-    RankError,
+    collect,
     join,
     loopback_store,
     variables,
 )
+from megatron_ncclep.ranks.launch import RankError as RankError
 
 # Signals a rank to write its stacks to stderr, and how long that may take: they do so in turns.
 DUMP, DUMP_S = signal.SIGUSR1, 0.2
@@ -83,7 +84,7 @@ class RankPool:
             args: objects that `torch.save` can write.
             ranks: R; default: all.
             timeout: seconds for all of them together.  Once a rank has failed, the others have at
-                most `GRACE_S`.
+                most `launch.GRACE_S`.
 
         Raises:
             RankError: with the traceback of every failed rank, and the ranks that did not answer.
@@ -99,37 +100,18 @@ class RankPool:
 
     def _run(self, job: bytes, ranks: int, timeout: float) -> list[Any]:
         """Send a job and collect the answers, as for `run`."""
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
-        for pipe in waiting:
+        for pipe in self._pipes[:ranks]:
             with contextlib.suppress(ConnectionError):  # it has died since: there is no answer
                 pipe.send_bytes(job)
-        answers: dict[int, Any] = {}
-        dead: list[int] = []
-        raised: dict[int, str] = {}
-        deadline, allowed = time.monotonic() + timeout, f"{timeout:g} s"
-        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for pipe in set(waiting).intersection(ready):
-                rank = waiting.pop(pipe)
-                try:
-                    # Tensors of a GPU arrive on the CPU: this process does not use GPUs.
-                    succeeded, answer = _receive(pipe, "cpu")
-                except (EOFError, ConnectionError):
-                    dead.append(rank)
-                else:
-                    (answers if succeeded else raised)[rank] = answer
-                if rank not in answers and time.monotonic() + GRACE_S < deadline:
-                    deadline = time.monotonic() + GRACE_S
-                    allowed = f"{GRACE_S:g} s after rank {rank} had failed"
-        late = waiting.values()
-        if late and self._process is not None and self._process.pid is not None:
+        # Tensors of a GPU arrive on the CPU: this process does not use GPUs.
+        receive = partial(_receive, device="cpu")
+        return collect(self._pipes[:ranks], receive, timeout, self._dump)
+
+    def _dump(self, some_are_late: bool) -> None:
+        """Have ranks write where they are, if some are late."""
+        if some_are_late and self._process is not None and self._process.pid is not None:
             os.kill(self._process.pid, DUMP)
             time.sleep((self.size + 1) * DUMP_S)
-        if dead or late or raised:
-            failures = [f"rank {rank} died" for rank in sorted(dead)]
-            failures += [f"rank {rank} did not answer within {allowed}" for rank in late]
-            failures += [f"--- rank {rank} ---\n{raised[rank]}" for rank in sorted(raised)]
-            raise RankError("\n" + "\n".join(failures))
-        return [answers[rank] for rank in range(ranks)]
 
     def close(self) -> None:
         """Kill the processes of this pool.  A later `run` starts new ones."""

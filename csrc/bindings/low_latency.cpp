@@ -45,6 +45,19 @@ std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintpt
 }  // namespace
 
 void bind_low_latency(py::module_& module) {
+  // Bytes of a rank's window, without a GPU.
+  module.def(
+      "low_latency_bytes",
+      [](int num_ranks, int num_domains, int max_tokens, int hidden, int top_k,
+         const std::string& payload, const std::string& dtype, int num_scales) {
+        require(0 < num_domains && 0 < num_ranks && num_ranks % num_domains == 0, num_domains,
+                " domains of ", num_ranks, " ranks: must be equally large");
+        const native::LowLatencySizes sizes{max_tokens,        hidden,          top_k,
+                                            dtype_of(payload), dtype_of(dtype), num_scales};
+        return native::low_latency_window(num_ranks, num_domains, sizes).num_bytes();
+      },
+      py::kw_only(), "num_ranks"_a, "num_domains"_a, "max_tokens"_a, "hidden"_a, "top_k"_a,
+      "payload"_a, "dtype"_a, "num_scales"_a);
   py::class_<LowLatency, std::shared_ptr<LowLatency>>(module, "LowLatencyHandle")
       .def(py::init([](const std::shared_ptr<Group>& group, int max_tokens, int hidden, int top_k,
                        const std::string& payload, const std::string& dtype, int num_scales,

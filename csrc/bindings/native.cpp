@@ -6,6 +6,7 @@
 
 #include "bindings/c_calls.h"
 #include "native/host/call.h"
+#include "native/host/checks.h"
 #include "native/rows/cta_roles.h"
 
 using namespace py::literals;
@@ -284,6 +285,32 @@ void bind_descriptions(py::module_& module) {
         return num_sms;
       },
       "num_ranks"_a);
+  // What the current device lacks for the kernels; empty if nothing.
+  module.def("native_device_problem", &native::device_problem);
+  // Device memory of one rank in bytes, without a GPU: the windows, a plan's routes, and the rounds
+  // of a dispatch.
+  module.def(
+      "native_memory",
+      [](int num_ranks, int num_domains, int num_experts, int num_tokens, int top_k,
+         std::size_t row_bytes, std::int64_t max_pairs, std::int64_t max_assignments) {
+        native::check_group(num_ranks, num_experts, 1);
+        require(0 < num_domains && num_ranks % num_domains == 0, num_domains, " domains of ",
+                num_ranks, " ranks: must be equally large");
+        const native::WindowSizes sizes = native::window_sizes(
+            {num_ranks, num_experts, 0, 0, num_domains}, num_tokens, top_k, row_bytes);
+        const std::int64_t routes = native::routes_size(sizes.control, max_pairs, max_assignments,
+                                                        sizes.control.max_chunks());
+        py::dict memory;
+        memory["control"] = sizes.control_bytes;
+        memory["rows"] = sizes.rows_bytes;
+        memory["routes"] = 4 * routes;
+        memory["rounds"] = sizes.control.num_rounds;
+        return memory;
+      },
+      py::kw_only(), "num_ranks"_a, "num_domains"_a, "num_experts"_a, "num_tokens"_a, "top_k"_a,
+      "row_bytes"_a, "max_pairs"_a, "max_assignments"_a);
+  module.attr("CHUNK") = native::kChunk;
+  module.attr("PHASES") = native::kPhases;
   module.attr("MAX_RANKS") = NCCLEP_MAX_RANKS;
   module.attr("MAX_LOCAL_RANKS") = NCCLEP_MAX_LOCAL_RANKS;
   module.attr("MAX_DOMAINS") = NCCLEP_MAX_DOMAINS;

@@ -1,5 +1,5 @@
 // Launches a kernel whose CTAs wait for each other: all of them are resident at once, or none
-// starts.
+// starts.  And what they need of a device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +10,16 @@
 #include "common/cuda.h"
 
 namespace ncclep {
+
+// Shared memory of a CTA of `kernel`, static and `dynamic` bytes.  Throws where there is no code of
+// it for the current device.
+template <typename... Parameters>
+std::size_t shared_bytes_of(const char* what, void (*kernel)(Parameters...), std::size_t dynamic) {
+  cudaFuncAttributes found{};
+  cuda_check(cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)),
+             "looking for the code of ", what, " for this GPU");
+  return found.sharedSizeBytes + dynamic;
+}
 
 // `what` names the kernel in errors; `parameters` are the kernel's arguments.
 template <typename... Parameters>
@@ -23,7 +33,8 @@ void launch_cooperatively(const char* what, void (*kernel)(Parameters...), int n
   void* addresses[] = {&parameters...};
   cuda_check(cudaLaunchCooperativeKernel(function, num_ctas, num_threads, addresses, shared_bytes,
                                          reinterpret_cast<cudaStream_t>(stream)),
-             "launching ", what);
+             "launching ", what, " on ", num_ctas, " SMs at once, with ", shared_bytes,
+             " bytes of shared memory on each,");
 }
 
 }  // namespace ncclep

@@ -25,6 +25,27 @@ unsigned long long capture_of(std::uintptr_t stream) {
 
 bool is_being_captured(std::uintptr_t stream) { return capture_of(stream) != 0; }
 
+OwnStream::OwnStream() {
+  cudaStream_t stream = nullptr;
+  cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  stream_ = stream;
+}
+
+// As with events.
+OwnStream::~OwnStream() { cudaStreamDestroy(static_cast<cudaStream_t>(stream_)); }
+
+std::uintptr_t OwnStream::get() const { return reinterpret_cast<std::uintptr_t>(stream_); }
+
+void OwnStream::wait(const char* what) const {
+  cuda_check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_)), what);
+}
+
+void clear_memory(void* memory, std::size_t num_bytes) {
+  const OwnStream stream;
+  cuda_check(cudaMemsetAsync(memory, 0, num_bytes, stream_of(stream.get())), "cudaMemset");
+  stream.wait("clearing memory");
+}
+
 Event::Event() {
   cudaEvent_t event = nullptr;
   cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");

@@ -1,6 +1,7 @@
 // Runs operations one after the other, whatever streams they are queued on.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 
@@ -24,6 +25,26 @@ class Event {
  private:
   void* event_ = nullptr;  // cudaEvent_t
 };
+
+// A stream of the current device that waits for no other one, not even for the default stream: what
+// the host waits for there is over without what the caller has queued.
+class OwnStream {
+ public:
+  OwnStream();
+  ~OwnStream();
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  std::uintptr_t get() const;
+  // Waits on the host for all that was queued; `what` names it in errors.
+  void wait(const char* what) const;
+
+ private:
+  void* stream_ = nullptr;  // cudaStream_t
+};
+
+// Zeroes device memory, and waits for that alone.
+void clear_memory(void* memory, std::size_t num_bytes);
 
 // Whether work queued on the stream is being captured in a CUDA graph.
 bool is_being_captured(std::uintptr_t stream);

@@ -11,7 +11,8 @@
  *
  * Collective: every rank of the group calls it, in the same order.  A function is collective only
  * where its comment says so.  Calls that queue work are collective too, but do not wait for other
- * ranks' hosts: kernels wait, until the deadline.
+ * ranks' hosts: kernels wait, until the deadline.  Where such a call fails on one rank, call
+ * ncclepGroupRefuse there: otherwise the other ranks wait until their deadline.
  *
  * Structs: every struct starts with its size.  Initialise it with the macro next to it: later
  * versions add fields at the end, and the size tells which fields a program knows.  A library
@@ -187,9 +188,10 @@ NCCLEP_API ncclepResult_t ncclepGroupCreate(ncclepGroup_t* group, ncclepComm_t c
 
 /* Makes windows that hold `shape` and all earlier shapes; does nothing if they already do.
  * The ranks write and read words in each other's windows before any kernel uses them.
- * Collective when windows grow, with the same shape; waits for the device.
+ * Collective when windows grow, with the same shape; waits for what was queued for the communicator.
  * ncclepInvalidUsage on all ranks: a CUDA graph of a rank holds calls of the group, or `stream` is
- * being captured.  ncclepSystemError on all ranks: one has no memory, or cannot reach another's. */
+ * being captured.  ncclepSystemError on all ranks: the queued work of one is not over within half of
+ * the deadline, or one has no memory, or cannot reach another's. */
 NCCLEP_API ncclepResult_t ncclepGroupReserve(ncclepGroup_t group, const ncclepShape_t* shape,
                                              void* stream);
 
@@ -259,7 +261,8 @@ NCCLEP_API ncclepResult_t ncclepGroupCopyWaitedNs(ncclepGroup_t group, const ncc
                                                   void* stream);
 
 /* Frees windows and state.  Collective; waits for the device.  Destroy its plans and low-latency
- * objects first.  After an error the handle stays valid, and may be destroyed again. */
+ * objects first.  After an error, such as ncclepRemoteError because queued work is not over within
+ * the longest deadline of a call, the handle stays valid, and may be destroyed again. */
 NCCLEP_API ncclepResult_t ncclepGroupDestroy(ncclepGroup_t group);
 
 /* The fewest SMs with which dispatch and combine run between `num_ranks` ranks. */
@@ -386,14 +389,15 @@ typedef struct {
   size_t size;
   void* rows;       /* payload [R, M, H] */
   float* scales;    /* [R, M, num_scales] */
-  int32_t* experts; /* [R, M, K]: local experts; -1: not routed to this rank */
+  int32_t* experts; /* [R, M, K]: local experts; -1: not routed to this rank.  Read only: a dispatch
+                       writes just the places that get a row, or had one */
   float* weights;   /* [R, M, K] */
   size_t num_bytes; /* of the object's window on this rank */
 } ncclepLowLatencyBuffers_t;
 #define NCCLEP_LOW_LATENCY_BUFFERS_INIT \
   {sizeof(ncclepLowLatencyBuffers_t), NULL, NULL, NULL, NULL, 0}
 
-/* Makes an object for calls of one shape.  Collective, with the same config; waits for the device.
+/* Makes an object for calls of one shape.  Collective, with the same config.
  * Makes windows for the group if it has none.  Dispatch and combine must alternate. */
 NCCLEP_API ncclepResult_t ncclepLowLatencyCreate(ncclepLowLatency_t* low_latency,
                                                  ncclepGroup_t group,

@@ -109,7 +109,8 @@ class LowLatencyRows:
     """The result of a dispatch, by source rank; on this rank's device.
 
     It is valid until the object's next dispatch or its close: an engine may return the memory that
-    the other ranks write to.
+    the other ranks write to.  `topk_idx` is to be read only: a dispatch may write just the places
+    that get a row, or had one.
 
     Attributes:
         rows: [num_ranks, max_tokens, hidden]; a source's rows in the order of its tokens, one for

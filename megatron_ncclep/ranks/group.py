@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import EpError, GroupClosedError
+from megatron_ncclep.errors import EpError, GroupClosedError, PeerError
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import place
 from megatron_ncclep.ranks.hosts import Hosts
@@ -44,6 +44,7 @@ class EpGroup(Hosts):
         is_warmup: calls have made-up arguments, and the rows that they drop do not count.
         is_closed: `close` was called.
         timeout_s: seconds that `close` waits; taken from the newest engine.
+        num_low_latency: low-latency objects whose kernels hold SMs while they wait.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
@@ -52,6 +53,7 @@ class EpGroup(Hosts):
         self.is_warmup = False
         self.is_closed = False
         self.timeout_s = EpConfig.timeout_s
+        self.num_low_latency = 0
         self._left_alone = False  # closed without the other ranks
         self._is_first_step = True
         self._logged: set[str] = set()
@@ -185,6 +187,8 @@ class EpGroup(Hosts):
                     shared.thing.close()
             except Exception as error:  # the rest must still be freed
                 self._log_close(logging.WARNING, f"{name} could not be freed: {error}")
+                if isinstance(error, PeerError):  # kernels that have yet to run use what it used
+                    break
         self._link.close()
 
     def _log_close(self, level: int, text: str) -> None:
@@ -322,6 +326,11 @@ def raise_failures() -> None:
 def all_shared(name: str) -> list[Any]:
     """The objects that this process's groups share as `name` (`EpGroup.share`).  Not collective."""
     return [thing for group in _groups if (thing := group.shared(name)) is not None]
+
+
+def groups_with_low_latency() -> int:
+    """The groups of this process whose low-latency objects share the SMs; at least 1."""
+    return max(1, sum(group.num_low_latency > 0 for group in _groups))
 
 
 def lost_ranks() -> str:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from megatron_ncclep.libraries.tested import numbers
 from megatron_ncclep.ranks import place
 
 # Seconds that the other ranks have to answer once one has failed.  If all ranks fail, all of them
@@ -107,29 +108,44 @@ class LocalRanks:
             RankError: with the traceback of each rank that raised, and the ranks that died or sent
                 nothing.
         """
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        answers: dict[int, Any] = {}
-        dead: list[int] = []
-        raised: dict[int, str] = {}
-        deadline, allowed = time.monotonic() + timeout, f"{timeout:g} s"
-        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for pipe in set(waiting).intersection(ready):
-                rank = waiting.pop(pipe)
-                try:
-                    succeeded, answer = pipe.recv()
-                except (EOFError, ConnectionError):
-                    dead.append(rank)
-                else:
-                    (answers if succeeded else raised)[rank] = answer
-                if rank not in answers and time.monotonic() + GRACE_S < deadline:
-                    deadline = time.monotonic() + GRACE_S
-                    allowed = f"{GRACE_S:g} s after rank {rank} had failed"
-        if dead or waiting or raised:
-            failures = [f"rank {rank} died" for rank in sorted(dead)]
-            failures += [f"rank {r} did not answer within {allowed}" for r in waiting.values()]
-            failures += [f"--- rank {rank} ---\n{raised[rank]}" for rank in sorted(raised)]
-            raise RankError("\n" + "\n".join(failures))
-        return [answers[rank] for rank in range(len(self._pipes))]
+        return collect(self._pipes, Connection.recv, timeout)
+
+
+def collect(
+    pipes: Sequence[Connection],
+    receive: Callable[[Connection], tuple[bool, Any]],
+    timeout: float,
+    before_failing: Callable[[bool], None] = lambda some_are_late: None,
+) -> list[Any]:
+    """An answer from each rank: whether it succeeded, and its result or traceback.
+
+    `pipes`: to the ranks, in their order; `receive`: reads an answer of one; `before_failing`: is
+    called when there is an error, with whether ranks are late.  Otherwise as `LocalRanks.receive`.
+    """
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    answers: dict[int, Any] = {}
+    dead: list[int] = []
+    raised: dict[int, str] = {}
+    deadline, allowed = time.monotonic() + timeout, f"{timeout:g} s"
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for pipe in set(waiting).intersection(ready):
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, answer = receive(pipe)
+            except (EOFError, ConnectionError):
+                dead.append(rank)
+            else:
+                (answers if succeeded else raised)[rank] = answer
+            if rank not in answers and time.monotonic() + GRACE_S < deadline:
+                deadline = time.monotonic() + GRACE_S
+                allowed = f"{GRACE_S:g} s after rank {rank} had failed"
+    if dead or waiting or raised:
+        before_failing(bool(waiting))
+        failures = [f"rank {rank} died" for rank in sorted(dead)]
+        failures += [f"rank {rank} did not answer within {allowed}" for rank in waiting.values()]
+        failures += [f"--- rank {rank} ---\n{raised[rank]}" for rank in sorted(raised)]
+        raise RankError("\n" + "\n".join(failures))
+    return [answers[rank] for rank in range(len(pipes))]
 
 
 def loopback_store() -> TCPStore:
@@ -141,14 +157,14 @@ def loopback_store() -> TCPStore:
     host = "127.0.0.1"
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Up to torch 2.6 the server that uses libuv accepts no socket.
+    # Torch's default, as under torchrun; up to torch 2.6 that server accepts no socket.
     return TCPStore(
         host,
         port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        use_libuv=False,
+        use_libuv=numbers(torch.__version__) >= (2, 7),
     )
 
 

@@ -14,6 +14,9 @@ from megatron_ncclep.integration.import_hook import the_finder
 from megatron_ncclep.integration.releases import VLLM
 
 BACKEND = "ncclep"  # the value of vLLM's --all2all-backend
+# The numbers of tokens that low-latency objects are made for: experts get as many rows from each
+# rank, so a small batch takes the smallest object in which it fits.
+MOST_TOKENS = (8, 32, 128, 512)
 
 
 def register() -> None:

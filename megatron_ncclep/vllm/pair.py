@@ -29,12 +29,8 @@ from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.engines.low_latency_types import Tokens
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.vllm import BACKEND
+from megatron_ncclep.vllm import BACKEND, MOST_TOKENS
 from megatron_ncclep.vllm.modes import FewTokens, ManyTokens, Mode
-
-# The numbers of tokens that low-latency objects are made for: experts get as many rows from each
-# rank, so a small batch takes the smallest object in which it fits.
-MOST_TOKENS = (8, 32, 128, 512)
 
 
 def make_pair(arguments: dict[str, Any]) -> NcclEpPrepareAndFinalize:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_ncclep.benchmark.shapes import (
     tables_of,
     wire_rows,
 )
+from megatron_ncclep.cli import config_files
 from megatron_ncclep.engines.engine import (
     BY_RAIL,
     BY_RANK,
@@ -33,6 +35,7 @@ from megatron_ncclep.engines.engine import (
     EngineCaps,
 )
 from megatron_ncclep.engines.reference.engine import CAPS
+from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.nodes import Nodes
 
 # Benchmarks have no words for rows and no fp64; tests/contract/test_table_oracle.py has more cases.
@@ -41,6 +44,10 @@ CASES = [
     for case in contract_cases(4)
     if not isinstance(case.max_recv_rows, str) and case.dtype != torch.float64
 ]
+needs_extension = pytest.mark.skipif(
+    extension.unavailable_reason() is not None,
+    reason=f"nothing to ask for sizes: {extension.unavailable_reason()}",
+)
 REJECTED = Case("rejected", (9, 7), 8, top_k=4, dtype=torch.bfloat16, alignment=16, dropped=0.1)
 Results = dict[str, tuple[Any, Any]]
 
@@ -175,12 +182,13 @@ def test_wire_rows_count_each_rank_once_and_take_the_busiest() -> None:
 # --- the model of several nodes ------------------------------------------------------------------
 
 
+@needs_extension
 def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Worked out by hand when the engine was planned: 46 GB/s, T=4096, H=7168, K=8."""
     assert benchmarks.main(["--model-network"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("A model, not a measurement")
-    bytes_, messages = text.split("\n\nMessages and bytes that a rank puts")
+    bytes_, messages, memory = re.split(r"\n\n(?:Messages|GPU memory)", text)
     rows = [line.split() for line in bytes_.splitlines()[-5:]]
     # 256 experts are at most 32 nodes of 8.
     assert [row[:2] for row in rows] == [[str(n), str(8 * n)] for n in (2, 4, 8, 16, 32)]
@@ -188,18 +196,49 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
         ("1.27", "5.11"), ("3.46", "7.66"), ("5.91", "8.94"),
     ]  # fmt: skip
     # 0.9965 of the tokens cross, with 128 KiB of weights; 9 phases of two messages, and an entry.
-    nodes, plan_puts, _, puts, megabytes, *_, rounds, window = messages.splitlines()[-5].split()
-    assert (nodes, plan_puts, puts, megabytes) == ("2", "26", "19", "58.6")
+    nodes, plan_puts, _, puts, megabytes, *_, rounds = messages.splitlines()[-5].split()
+    assert (nodes, plan_puts, puts, megabytes, rounds) == ("2", "26", "19", "58.6", "1")
+    _, _, _, puts, _, combine_puts, _, rounds = messages.splitlines()[-3].split()
+    # On 8 nodes the 8 chunks of a round have 5 phases; 3 rounds of dispatch tell of their room, 2 of
+    # combine.
+    assert (puts, combine_puts, rounds) == ("44", "43", "4")
+    held = [line.split() for line in memory.splitlines()[-6:]]
+    assert [row[0] for row in held] == ["1", "2", "4", "8", "16", "32"]
     # Rows of 56 MiB: 2 halves of 3, 16 ranks, 1 on its way and 2 nodes.
-    assert (rounds, window) == ("1", "1.47")
     # On 8 nodes 4 rounds of 14 MiB: 2 halves of 15, 64 ranks, and of two rounds 7 on their way and 8
-    # nodes.  8 chunks have 5 phases; 3 rounds tell of their room in dispatch, 2 in combine.
-    _, _, _, puts, _, combine_puts, _, rounds, window = messages.splitlines()[-3].split()
-    assert (puts, combine_puts, rounds, window) == ("44", "43", "4", "1.82")
+    # nodes.
+    assert (held[1][2], held[3][2]) == ("1.47", "1.82")
+    # vLLM's objects for 680 tokens in all, on one node of 8 ranks: a row and a sum of a token of
+    # each rank, and 8 experts with their weights.
+    assert held[0][5] == f"{680 * 8 * (2 * 14336 + 64) / 1e9:.2f}"
     assert benchmarks.main(["--model-network", "nic_gb_s=92,num_experts=512"]) == 0
     text = capsys.readouterr().out
     assert "92 GB/s" in text
     assert text.splitlines()[-1].split()[0] == "64"
+
+
+@needs_extension
+@pytest.mark.parametrize("name", config_files.names("model"))
+def test_every_model_has_its_memory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows for control and low-latency objects were left out, and all models but one."""
+    sizes, ranks = config_files.load("model", name), 4
+    assert benchmarks.main(["--model-network", f"model={name},ranks_on_each={ranks}"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    tokens = int(str(sizes["seq-length"])) * int(str(sizes["micro-batch-size"]))
+    assert f"of {tokens} tokens per rank" in text
+    rows = f"rows of {2 * int(str(sizes['hidden-size']))} bytes"
+    assert f"{rows}, top-{sizes['moe-router-topk']} of {sizes['num-experts']} equally" in text
+    held = text.split("low latency GB ")[1].split()
+    most = int(str(sizes["num-experts"])) // ranks
+    assert held[::6] == [str(nodes) for nodes in (1, 2, 4, 8, 16, 32, 64) if most % nodes == 0]
+
+
+def test_the_model_says_that_it_needs_the_extension(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "unavailable_reason", lambda: "it was not built")
+    assert benchmarks.main(["--model-network"]) == 2
+    assert "asks the extension for sizes: it was not built" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -212,6 +251,13 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
         (["chunks=-1"], "must be a positive number"),
         (["--subjects", "native"], "leave --subjects out"),
         (["--smoke"], "leave --smoke out"),
+        (["model=gpt-3"], "model configuration 'gpt-3': "),
+        (["model=tiny,model=tiny"], "model is given twice"),
+        pytest.param(
+            ["ranks_on_each=3"],
+            "256 experts are not divisible by the 3 ranks",
+            marks=needs_extension,
+        ),
     ],
 )
 def test_what_the_model_refuses(

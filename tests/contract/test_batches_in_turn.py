@@ -7,6 +7,7 @@ for batches grows while a plan is alive, and small ones go through what is large
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def batches_of(case: Case, engine_name: str) -> list[Case]:
     large = {"tokens": tuple(300 - 7 * r for r in range(R)), "top_k": min(3, case.num_experts)}
     crowd = {"tokens": (70,) * R, "top_k": min(2, on_rank), "skew": 100.0, "hidden": 48}
     last = {"tokens": (*(2,) * (R - 1), 0 if R > 1 else 2), "seed": 9}
-    changes = ({}, {**large, "hidden": 32}, crowd, last)
+    changes: tuple[dict[str, Any], ...] = ({}, {**large, "hidden": 32}, crowd, last)
     batches = [dataclasses.replace(case, **change) for change in changes]
     return [for_engine(batch, caps_of(engine_name)) for batch in batches]
 
@@ -55,7 +56,10 @@ def in_turn_on_rank(
             if name == "combine":
                 rows, row_w = received[number]
                 y = batch.rows(ctx.rank, plan.num_rows, salt=5)
-                results.append((number, [rows, row_w, *engine.combine(plan, y, row_w)]))
+                out, topk_w = engine.combine(plan, y, row_w)
+                assert row_w is not None
+                assert topk_w is not None
+                results.append((number, [rows, row_w, out, topk_w]))
     return results
 
 

@@ -21,6 +21,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import (
+    EpError,
     GroupClosedError,
     InputError,
     LibraryError,
@@ -212,18 +213,21 @@ def test_what_is_over_a_destroyed_process_group_is_freed(process_group: dist.Pro
     assert log[2:] == ["close windows", "abort communicator 1"]
 
 
-def test_what_cannot_be_freed_keeps_nothing_else(
-    process_group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error", [LibraryError, PeerError])
+def test_what_cannot_be_freed_keeps_only_what_its_kernels_use(
+    process_group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, error: type[EpError]
 ) -> None:
+    """After a PeerError the device has yet to run some: their communicator must not go."""
+
     def fail() -> None:
-        raise LibraryError("ncclCommWindowDeregister failed")
+        raise error("ncclCommWindowDeregister failed")
 
     log: list[str] = []
     group = EpGroup.of(process_group)
     group.share("communicator", lambda: Thing("communicator", log))
     group.share("windows", lambda: SimpleNamespace(close=fail))
     megatron_ncclep.close()
-    assert log == ["close communicator"]
+    assert log == ([] if error is PeerError else ["close communicator"])
     assert "rank 0 of 1 of an expert-parallel group: windows could not be freed: nccl" in (
         caplog.text
     )

@@ -128,7 +128,7 @@ def test_a_failure_is_told_while_others_wait(
     """A rank raises while the others wait for it in a collective, for minutes: that must not look
     like a hang.
     """
-    monkeypatch.setattr("rank_pool.GRACE_S", 1.5)
+    monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", 1.5)
     before = pool.run(whereabouts)
     with pytest.raises(RankError) as caught:
         pool.run(fail, timeout=LONG_S)
@@ -149,7 +149,7 @@ def test_an_interrupted_job_leaves_no_answers_behind(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("rank_pool.wait", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("megatron_ncclep.ranks.launch.wait", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pool.run(whereabouts)
     assert pool.run(meet) == [bytes([0, 1])] * 2

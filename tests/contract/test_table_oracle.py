@@ -10,9 +10,9 @@ from compare import assert_same_bits
 from contract_cases import contract_cases, rows_limit_of
 from draws import SAME_EXAMPLES, cases
 from hypothesis import given, settings
-from megatron_ncclep.testing import contents
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
+from megatron_ncclep.benchmark import contents
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.benchmark.table_oracle import slot_table, table_combine, table_dispatch

@@ -21,20 +21,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rank_pool import RankContext, RankError, RankPool
-
-from benchmarks.catalogue import known_variant
-from benchmarks.layer_model import initialize
-from benchmarks.shapes import TrainingShape
-from benchmarks.training import curve_problem
-from benchmarks.training_model import SubjectModel, load_text
-from megatron_ncclep import cpu
-from megatron_ncclep.benchmark.ranks import Ranks
-from megatron_ncclep.logs import remarks_hidden
-from megatron_ncclep.ranks import place
-from megatron_ncclep.training import corpus, data
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+from rank_pool import RankContext, RankError, RankPool  # noqa: E402
+
+from benchmarks.catalogue import known_variant  # noqa: E402
+from benchmarks.layer_model import initialize  # noqa: E402
+from benchmarks.shapes import TrainingShape  # noqa: E402
+from benchmarks.training import curve_problem  # noqa: E402
+from benchmarks.training_model import SubjectModel, load_text  # noqa: E402
+from megatron_ncclep import cpu  # noqa: E402
+from megatron_ncclep.benchmark.ranks import Ranks  # noqa: E402
+from megatron_ncclep.logs import remarks_hidden  # noqa: E402
+from megatron_ncclep.ranks import place  # noqa: E402
+from megatron_ncclep.training import corpus, data  # noqa: E402
+
 SEEDS = (1, 2, 3)
 # Student's t with two degrees of freedom, those of three pairs: 95 % of it is below.
 T_95 = 2.920
@@ -44,7 +47,7 @@ HOLDS, FAILS, NOT_SHOWN, NOT_RUN = "holds", "FAILS", "not shown", "NOT RUN"
 
 
 class Arm(NamedTuple):
-    """One way to train: a subject of `ncclep bench`, perhaps with a mistake, which must fail."""
+    """One way to train: a subject of benchmarks/, perhaps with a mistake, which must fail."""
 
     name: str
     subject: str

@@ -20,7 +20,7 @@ from named_rows import assert_both_steps, named_rows
 from on_ranks import gathered
 from rank_pool import RankContext
 
-from benchmarks.network_model import CHUNK, NetworkModel, Puts
+from benchmarks.network_model import NetworkModel, Puts
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import PeerError
@@ -224,8 +224,9 @@ def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int, crowds: bool) 
     model = NetworkModel(**sizes, ranks_on_each=ctx.num_ranks // hosts)
     rounds = model.rounds(hosts)
     assert rounds > 1
-    chunks = -(-model.num_tokens // CHUNK // rounds)
-    phases = extension.load().num_phases_of(chunks * CHUNK, model.row_bytes)
+    native = extension.load()
+    chunks = -(-model.num_tokens // native.CHUNK // rounds)
+    phases = native.num_phases_of(chunks * native.CHUNK, model.row_bytes)
     phases = min(phases, chunks // 2 + 1)
     on_rank = model.num_experts // ctx.num_ranks
     # The rank that gets all rows has no room for those of more.

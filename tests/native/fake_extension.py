@@ -178,6 +178,7 @@ class FakeExtension(Fake):
             "GroupHandle": lambda *_: FakeGroup(),
             "LowLatencyHandle": lambda *_: Fake("LowLatencyHandle"),
             # Not the extension's number, so that a test notices code that does not ask for it.
+            "native_device_problem": lambda: "",
             "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
         }
         super().__init__("", **{**own, **answers})

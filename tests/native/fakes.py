@@ -58,6 +58,7 @@ class ThreadGroup(EpGroup):
     def __init__(self, rank: int, messages: list[bytes], meeting: threading.Barrier) -> None:
         self.rank, self.size = rank, len(messages)
         self.device = torch.device("cuda", rank)
+        self.num_low_latency = 0
         self.is_warmup, self.is_closed = False, False
         self._logged: set[str] = set()
         self._ranks_per_node = [self.size]

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +51,7 @@ class Gpu:
     name: str = "NVIDIA H200"
     capability: tuple[int, int] = (9, 0)
     multi_processor_count: int = 132
+    lacks: str = ""  # as the extension says
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Machine:
         probe: puts a word over that network; an error: it does not come.
         made: ranks that made a communicator.
         closed: what of the network was closed, by any rank.
+        current: its `device` is a rank's current GPU.
     """
 
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu(f"uuid-{r}") for r in range(NUM_RANKS)])
@@ -71,12 +75,22 @@ class Machine:
     probe: PeerError | None = None
     made: list[int] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    current: Any = field(default_factory=threading.local)
 
     def extension(self) -> FakeExtension:
         def of(name: str, **answers: Any) -> Any:
             return lambda *_: Fake(name, close=lambda: self.closed.append(name), **answers)
 
-        return FakeExtension(Window=of("Window"), Rails=of("Rails", probe=self.probe))
+        return FakeExtension(
+            Window=of("Window"),
+            Rails=of("Rails", probe=self.probe),
+            native_device_problem=lambda: self.gpus[self.current.device].lacks,
+        )
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.current.device = device.index
+        yield
 
     def communicator_of(self, group: Any, timeout_s: float) -> Any:
         self.made.append(group.rank)
@@ -97,6 +111,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         "get_device_properties": lambda device: machine.gpus[index(device)],
         "get_device_capability": lambda device: machine.gpus[index(device)].capability,
         "get_device_name": lambda device: machine.gpus[index(device)].name,
+        "device": machine.device,
         "device_count": lambda: len(machine.gpus),
         "can_device_access_peer": lambda device, other: (
             (index(device), other) not in machine.no_access
@@ -207,6 +222,16 @@ IN_THE_WAY = {
     "older": Case(
         "rank 1: NVIDIA A100 is older than Hopper (sm_90)",
         gpu={"capability": (8, 0), "name": "NVIDIA A100"},
+    ),
+    # `auto` chose the engine, and the first dispatch failed on every rank.
+    "shared memory": Case(
+        "rank 1: NVIDIA RTX PRO 6000 (compute capability 12.0): the kernel of dispatch needs 17",
+        gpu={
+            "capability": (12, 0),
+            "name": "NVIDIA RTX PRO 6000",
+            "lacks": "the kernel of dispatch needs 172032 bytes",
+        },
+        lacks=(extension, "architectures", ["compute_90"]),
     ),
     "few SMs": Case(
         "rank 1: num_sms 32: at most 0 on NVIDIA H200 with 16 SMs",

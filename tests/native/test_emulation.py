@@ -3,7 +3,8 @@
 Random sequences of plans, dispatches and combines run on every rank at its own pace, under random
 schedules (`emulation/`), and are held against an oracle; in some of them a rank stays away, and in
 every second one all counters wrap.  Then the kernels are broken on purpose, in ways that a GPU
-would forgive most of the time, and that must be noticed.
+would forgive most of the time, and that must be noticed.  At last the emulator measures the
+kernels' paths on a rank of many.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ MISTAKES = {
         "native/plan/plan.cu", "*static_cast<volatile std::uint64_t*>(&me.state->received)", "0",
         "plans", 3, "plan: "),
     "routes are fetched before they are written": Mistake(
-        "native/plan/plan_receive.cu", "kRoutesWritten, source), «plans»)", "0",
+        "native/plan/plan_receive.cu", "kRoutesWritten, source),\n" + " " * 30 + "«plans»)", "0",
         "rows", 2, "plan: "),
     "counts of two plans lie in one place": Mistake(
         "native/plan/plan.cu", "(plans % 2 * layout.num_ranks + source)", "source",
@@ -143,10 +144,10 @@ MISTAKES = {
         "native/rows/stage.cuh", "«__threadfence_system();»  // for what all warps", "",
         "dispatches", 2, "dispatch: "),
     "what a flag stands for is loaded before the flag": Mistake(
-        "native/device/wait.cuh", "return «load_acquire(word)» >= epoch;", "load_relaxed(word)",
+        "native/device/wait.cuh", "return «load_acquire(word)» >= goal;", "load_relaxed(word)",
         "plans", 2, "plan: "),
     "rows are loaded before their flag is seen": Mistake(
-        "native/rows/progress.cuh", "fence_system();", "",
+        "native/rows/progress.cuh", "«fence_system();»\n      __syncwarp();", "",
         "dispatches", 2, "dispatch: "),
     "a chunk's flag is seen before its sums": Mistake(
         "native/rows/pairs.cuh",
@@ -220,6 +221,12 @@ MISTAKES = {
     "the wrong rank is named": Mistake(
         "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),
+    "what a barrier counts is named as the operation": Mistake(
+        "native/device/wait.cuh", "me.rank, «current_epoch(me)»,", "goal",
+        "late", 3, "failure: rank . names operation"),
+    "a plan's number is named as the operation": Mistake(
+        "native/plan/plan.cu", "Phase::kPlan, source, «epoch»,", "plans",
+        "failures", 3, "failure: rank . names operation", 1),
     "nobody hears that a rank goes no further": Mistake(
         "native/device/wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
         "failures", 3, "failure: rank . does not say that rank . refused"),
@@ -280,7 +287,7 @@ MISTAKES = {
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
         "native/low_latency/combine.cu",
-        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank,\n"
+        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank, now.number,\n"
         + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, rank),\n"
         + " " * 49 + "now.number) < 0»;",
         "false",
@@ -344,7 +351,8 @@ def rounds() -> Path:
             for source in [*kernels, *sources]
         }
         # visibility.h; its functions are called instead of the sanitizer's own.
-        hooks = {source: "-fsanitize=thread" if source in kernels else "-O3" for source in objects}
+        hooked = [*kernels, HERE / "paths.cpp"]
+        hooks = {source: "-fsanitize=thread" if source in hooked else "-O3" for source in objects}
         run_all(
             [compiler, *options, *includes, hooks[source], "-c", source, "-o", target]
             for source, target in objects.items()
@@ -368,7 +376,8 @@ def run_rounds(program: Path, case: Case) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def ended(rounds: Path, request: pytest.FixtureRequest) -> Iterator[dict[Case, Ended]]:
     """What becomes of the cases of all tests that were selected: they run on all cores."""
-    mine = (item for item in request.session.items if item.path == request.path)
+    items = (item for item in request.session.items if item.path == request.path)
+    mine = (item for item in items if hasattr(item, "callspec"))
     pool = ThreadPoolExecutor(os.cpu_count())
     cases: list[Any] = [i.callspec.params["case"] for i in mine if isinstance(i, pytest.Function)]
     yield {case: pool.submit(run_rounds, rounds, case) for case in cases}
@@ -394,3 +403,32 @@ def test_mistakes_are_noticed(ended: dict[Case, Ended], case: Case, notice: str)
     run = ended[case].result()
     assert run.returncode == 1, run.stdout + run.stderr
     assert re.match(f"FAILED: ({notice})", run.stdout.splitlines()[-1])
+
+
+def paths_of(program: Path, ranks: int, domains: int) -> dict[str, tuple[int, int]]:
+    """By kernel, the steps and the fences of the longest thread of a rank (emulation/paths.cpp)."""
+    run = run_rounds(program, Case("paths", ranks, domains))
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = re.findall(r"^(.+): (\d+) steps, (\d+) fences$", run.stdout, re.MULTILINE)
+    return {kernel: (int(steps), int(fences)) for kernel, steps, fences in lines}
+
+
+def test_ranks_and_domains_are_not_served_one_after_the_other(rounds: Path) -> None:
+    """They were, where nothing ran with so many: low-latency mode took a barrier and a fence for
+    each rail peer and walked over all ranks for each row, the watching warp took a fence for each
+    rank, and the plan added up all ranks with a thread an expert.
+    """
+    few, more, most = (paths_of(rounds, 8 * domains, domains) for domains in (2, 8, 64))
+    assert len(few) == 5
+    for kernel, (steps, fences) in more.items():
+        assert steps <= 2 * few[kernel][0], kernel
+        assert fences <= few[kernel][1], kernel
+        # What is left has a thread for each rank, or a lane: of those there are few here.
+        assert most[kernel][0] - steps < 3 * 8 * (64 - 8), kernel
+        assert most[kernel][1] - fences <= 2 * 8 * 64 / 32, kernel
+
+
+def test_rows_return_to_the_ranks_of_a_domain_without_a_walk(rounds: Path) -> None:
+    """Every row of a low-latency combine walked over the ranks before its own."""
+    few, many = (paths_of(rounds, ranks, 1)["low-latency combine"] for ranks in (8, 32))
+    assert many[0] - few[0] <= 4 * (32 - 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from megatron_ncclep.engines.native import low_latency as native_low_latency
 from megatron_ncclep.engines.native.engine import CAPS
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
-from megatron_ncclep.errors import InputError
+from megatron_ncclep.errors import InputError, LibraryError, RefusedError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.ranks import group as ranks_group
 
 MAX_TOKENS, HIDDEN, TOP_K = 128, 4096, 2  # a row is 8 pieces: half a CTA's number of tokens
 
@@ -91,6 +93,29 @@ def test_sms_are_left_to_nccl(
     assert on_threads(1, run) == [[("dispatch", most), ("combine", most)]]
 
 
+def test_groups_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combines of two groups had 100 CTAs each: two GPUs that began with different ones were stuck.
+
+    Objects of one group take turns.
+    """
+
+    def run(group: ThreadGroup) -> list[int]:
+        other, found = SimpleNamespace(num_low_latency=0), []
+        monkeypatch.setattr(ranks_group, "_groups", [group, other])
+        ll, calls = make(group)
+        _, second = make(group)
+        for other.num_low_latency in (0, 1, 2):
+            pair(ll, MAX_TOKENS)
+            found.append(calls._native.calls[-1][1].num_ctas)
+        monkeypatch.setattr(group, "release", lambda *_: None)
+        for each in (calls, second):
+            each.close()
+        assert group.num_low_latency == 0
+        return found
+
+    assert on_threads(1, run) == [[100, 50, 50]]
+
+
 def test_a_rank_without_memory_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would have waited for it in their kernels until the deadline."""
 
@@ -146,3 +171,27 @@ def test_calls_take_turns() -> None:
                 getattr(ll, call)(*arguments[call])
 
     assert on_threads(1, run) == [None]
+
+
+@pytest.mark.parametrize(
+    ("step", "phase"),
+    [("dispatch", "dispatch"), ("complete_dispatch", "dispatch"), ("combine", "combine")],
+)
+def test_a_launch_that_fails_is_refused(step: str, phase: str) -> None:
+    """The other ranks' kernels waited for it until their deadline."""
+
+    def run(group: ThreadGroup) -> None:
+        ll, calls = make(group)
+        calls._native.answers[step] = LibraryError("launching it failed")
+        x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
+        text = f"^low-latency {phase}: rank {group.rank}: launching it failed$"
+
+        def call() -> None:
+            ll.send_dispatch(x, torch.zeros(1, TOP_K, dtype=torch.int64), torch.zeros(1, TOP_K))
+            ll.combine(ll.complete_dispatch().rows)
+
+        with pytest.raises(RefusedError, match=text):
+            call()
+        assert calls._shared.native.named("refuse") == [(f"low-latency {phase}", STREAM)]
+
+    assert on_threads(2, run) == [None, None]

@@ -19,7 +19,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.plan import next_capacity_factor
-from megatron_ncclep.errors import InputError, RefusedError, RowsDroppedError
+from megatron_ncclep.errors import InputError, LibraryError, RefusedError, RowsDroppedError
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 # More than the engine has room for before it knows what comes.
@@ -338,5 +338,28 @@ def test_a_refusal_does_not_wait() -> None:
         else:
             engine.dispatch(plan, torch.zeros(4, HIDDEN))
         assert engine.group.exchanged == []  # type: ignore[attr-defined]
+
+    on_ranks(use)
+
+
+@pytest.mark.parametrize("step", ["plan", "plan_receive", "dispatch", "combine"])
+def test_every_launch_that_fails_is_refused(step: str) -> None:
+    """The other ranks are in the call, and hear of it on their devices."""
+
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        def call() -> None:
+            plan = engine.plan(assignments(4))
+            engine.dispatch(plan, torch.zeros(4, HIDDEN))
+            engine.combine(plan, torch.zeros(5, HIDDEN))
+
+        native.sizes = FakePlanSizes(5, MANY, MANY)  # so that routes are received again
+        call()
+        if rank == 0:
+            return call()
+        native.answers[step] = LibraryError("launching it failed")
+        phase = step.partition("_")[0]
+        with pytest.raises(RefusedError, match=f"^{phase}: rank 1: launching it failed$"):
+            call()
+        assert native.named("refuse") == [(phase, STREAM)]
 
     on_ranks(use)

@@ -15,7 +15,7 @@ from fake_extension import STREAM, FakeExtension, FakeFailure, FakeGroup, play
 
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.engines.native.plan import NativePlan
-from megatron_ncclep.errors import InputError, PeerError, RefusedError
+from megatron_ncclep.errors import InputError, LibraryError, PeerError, RefusedError
 
 LATE = FakeFailure(phase="dispatch", peer=2, operation=41, deadline_s=1.5)
 TEXT = (
@@ -77,6 +77,32 @@ def test_a_rank_that_has_died_is_named(native: FakeGroup) -> None:
     native.failed = LATE._replace(peer_call=22)
     with pytest.raises(PeerError, match=": it has entered the call, but its data has not come: "):
         group_of(native).raise_failure()
+
+
+def test_a_rank_does_not_wait_for_itself(native: FakeGroup) -> None:
+    """CTAs wait for their own kernel's, too: "rank 1: rank 1 did not come, it died"."""
+    native.is_over, native.failed = True, LATE._replace(peer=1)
+    with pytest.raises(PeerError, match=r"parts of its own kernel did not come in disp.* SMs"):
+        group_of(native).raise_failure()
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["a device", "a dead device"])
+def test_a_launch_that_fails_on_one_rank_is_refused(
+    native: FakeGroup, capsys: pytest.CaptureFixture[str], is_dead: bool
+) -> None:
+    """In a green context with few SMs it did: the other ranks waited for their whole deadline."""
+    reason = "launching dispatch failed: too many blocks in cooperative launch"
+    native.answers["dispatch"] = LibraryError(reason)
+    if is_dead:
+        native.answers["refuse"] = LibraryError("an illegal memory access")
+    group, arguments = group_of(native), dict.fromkeys(native.methods["dispatch"])
+    with pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$"):
+        group.queue("dispatch", native.dispatch, **arguments)
+    assert capsys.readouterr().out == f"dispatch: rank 1: {reason}\n"  # to the other ranks
+    assert native.named("refuse") == [("dispatch", STREAM)]
+    group.group.size = 1
+    with pytest.raises(LibraryError, match=f"^{reason}$"):
+        group.queue("dispatch", native.dispatch, **arguments)
 
 
 def test_a_check_waits_for_a_replayed_graph(native: FakeGroup) -> None:

@@ -47,13 +47,13 @@ HOST = [
 MISTAKES = {
     "new windows are taken to have received the last plan": (Change(
         "native/host/group.cpp",
-        'cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");',
-        ""), "launched.received == 0"),
+        "clear_memory(&state_->received, sizeof(state_->received));", ""),
+        "launched.received == 0"),
     "rounds are those of the windows before": (Change(
-        "native/host/group.cpp", "num_rounds_for(larger, «row_bytes»,", "row_bytes_"),
+        "native/host/group.cpp", "num_rounds_for(control, «row_bytes»,", "std::size_t{0}"),
         "launched.num_rounds > 1"),
     "a group closes while something is on its way": (Change(
-        "native/host/group.cpp", "before windows close\");\n  «settle();»", ""),
+        "native/host/group.cpp", "longest_timeout_s_);\n  «settle();»", ""),
         "launched.num_closes == before"),
     "routes for other domains are not copied": (Change(
         "native/host/group_launch.cpp", "if («kept > 0») {", "false"),
@@ -131,7 +131,17 @@ def test_exchange(built: Path, program: str, case: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-CASES = ["failures", "order", "sizes", "growth", "results", "arguments", "domains"]
+CASES = [
+    "failures",
+    "order",
+    "sizes",
+    "late",
+    "growth",
+    "waiting",
+    "results",
+    "arguments",
+    "domains",
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -57,8 +57,9 @@ __device__ void pass_entries_on(const KernelContext& me, const R& rails, Phase p
     const std::uint64_t entry =
         __ldcg(reinterpret_cast<const std::uint64_t*>(me.control_of[me.rank] + layout.entries()) +
                number % 2 * layout.num_domains() + domain);
+    fence_system();
     for (int place = 0; place < layout.local_ranks(); ++place) {
-      store_release(entry_word(me, local_rank(me, place), number, rail_peer_in(me, domain)), entry);
+      store_relaxed(entry_word(me, local_rank(me, place), number, rail_peer_in(me, domain)), entry);
     }
   }
 }
@@ -91,10 +92,35 @@ __device__ void compare_entries(const KernelContext& me, const R& rails, Phase p
   if constexpr (R::kAreThere) pass_entries_on(me, rails, phase, number, epoch);
   const int lane = threadIdx.x % kWarpSize;
   const std::uint64_t begin = now_ns();
-  for (int peer = lane; peer < me.control.num_ranks; peer += kWarpSize) {
-    const std::uint64_t entry = wait_for_entry(me, phase, peer, number, epoch);
+  const auto compare = [&](int peer, std::uint64_t entry) {
     if (entry != 0 && entry != entry_of(me, number)) {
       report_failure(me, Reason::kDiffers, phase, peer, epoch, entry & ~(~std::uint64_t{0} << 48));
+    }
+  };
+  if constexpr (R::kAreThere) {
+    constexpr int kAtOnce = 8;  // loads in flight: there may be many peers
+    for (int first = lane; first < me.control.num_ranks; first += kAtOnce * kWarpSize) {
+      std::uint64_t entries[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int peer = first + i * kWarpSize;
+        if (peer >= me.control.num_ranks) break;
+        entries[i] = load_relaxed(entry_word(me, me.rank, number, peer));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int peer = first + i * kWarpSize;
+        if (peer >= me.control.num_ranks) break;
+        if (!is_entry_of(entries[i], number)) {
+          entries[i] = wait_for_entry(me, phase, peer, number, epoch);
+        }
+        compare(peer, entries[i]);
+      }
+    }
+    fence_system();  // for entries that were here at once
+  } else {
+    for (int peer = lane; peer < me.control.num_ranks; peer += kWarpSize) {
+      compare(peer, wait_for_entry(me, phase, peer, number, epoch));
     }
   }
   __syncwarp();

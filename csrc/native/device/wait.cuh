@@ -122,10 +122,17 @@ __device__ bool wait_until(const KernelContext& me, Phase phase, int peer, std::
   return true;
 }
 
-// Waits until `word`, which only `peer` writes, is at least `epoch`.
+// Waits in the operation `epoch` until `word`, which only `peer` writes, is at least `goal`.
+__device__ inline bool wait_for_goal(const KernelContext& me, Phase phase, int peer,
+                                     std::uint64_t epoch, const std::uint64_t* word,
+                                     std::uint64_t goal) {
+  return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= goal; });
+}
+
+// The same where the goal is the operation itself.
 __device__ inline bool wait_for(const KernelContext& me, Phase phase, int peer,
                                 const std::uint64_t* word, std::uint64_t epoch) {
-  return wait_until(me, phase, peer, epoch, [&] { return load_acquire(word) >= epoch; });
+  return wait_for_goal(me, phase, peer, epoch, word, epoch);
 }
 
 // A number and its value in one word: the lower 31 bits of the number above the 32 bits of the
@@ -144,13 +151,14 @@ __device__ inline bool has_number(std::uint64_t word, std::uint64_t number) {
   return word >> 32 == numbered(number, 0) >> 32;
 }
 
-// The value that `peer` posted with `number`; -1 when the group has failed.  With kLoad =
-// load_acquire, everything it wrote before is visible too.
+// The value that `peer` posted with `number` in the operation `epoch`; -1 when the group has
+// failed. With kLoad = load_acquire, everything it wrote before is visible too.
 template <std::uint64_t (*kLoad)(const std::uint64_t*) = load_relaxed>
 __device__ std::int64_t wait_for_numbered(const KernelContext& me, Phase phase, int peer,
-                                          const std::uint64_t* word, std::uint64_t number) {
+                                          std::uint64_t epoch, const std::uint64_t* word,
+                                          std::uint64_t number) {
   std::uint64_t found = 0;
-  const bool is_here = wait_until(me, phase, peer, number, [&] {
+  const bool is_here = wait_until(me, phase, peer, epoch, [&] {
     found = kLoad(word);
     return has_number(found, number);
   });
@@ -179,7 +187,7 @@ __device__ inline bool grid_barrier(const KernelContext& me, Phase phase) {
     __threadfence();
     const unsigned int arrival = atomicAdd(&me.state->arrived, 1u);
     const unsigned int goal = (arrival / gridDim.x + 1) * gridDim.x;
-    all_here = wait_until(me, phase, me.rank, goal, [&] {
+    all_here = wait_until(me, phase, me.rank, current_epoch(me), [&] {
       return *static_cast<volatile unsigned int*>(&me.state->arrived) >= goal;
     });
     __threadfence();

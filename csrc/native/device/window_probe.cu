@@ -1,8 +1,7 @@
 #include <cuda_runtime.h>
 
-#include <memory>
-
 #include "common/cuda.h"
+#include "common/stream_order.h"
 #include "native/device/wait.cuh"
 #include "native/device/window_probe.h"
 
@@ -31,16 +30,19 @@ __global__ void access_kernel(Access* accesses, int count, bool is_store) {
 void access(std::vector<Access>& accesses, bool is_store) {
   if (accesses.empty()) return;
   const std::size_t num_bytes = accesses.size() * sizeof(Access);
+  const OwnStream own;
+  auto* const stream = reinterpret_cast<cudaStream_t>(own.get());
   void* memory = nullptr;
-  cuda_check(cudaMalloc(&memory, num_bytes), "cudaMalloc");
-  const std::unique_ptr<void, cudaError_t (*)(void*)> freed_at_the_end(memory, cudaFree);
-  cuda_check(cudaMemcpy(memory, accesses.data(), num_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
-  access_kernel<<<1, kThreads>>>(static_cast<Access*>(memory), static_cast<int>(accesses.size()),
-                                 is_store);
+  cuda_check(cudaMallocAsync(&memory, num_bytes, stream), "cudaMallocAsync");
+  cuda_check(cudaMemcpyAsync(memory, accesses.data(), num_bytes, cudaMemcpyHostToDevice, stream),
+             "cudaMemcpyAsync");
+  access_kernel<<<1, kThreads, 0, stream>>>(static_cast<Access*>(memory),
+                                            static_cast<int>(accesses.size()), is_store);
   cuda_check(cudaGetLastError(), "launching the check of windows");
-  // An invalid address fails here.
-  cuda_check(cudaDeviceSynchronize(), is_store ? "writing to windows" : "reading windows");
-  cuda_check(cudaMemcpy(accesses.data(), memory, num_bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  cuda_check(cudaMemcpyAsync(accesses.data(), memory, num_bytes, cudaMemcpyDeviceToHost, stream),
+             "cudaMemcpyAsync");
+  cuda_check(cudaFreeAsync(memory, stream), "cudaFreeAsync");
+  own.wait(is_store ? "writing to windows" : "reading windows");  // an invalid address fails here
 }
 
 }  // namespace

@@ -1,10 +1,16 @@
 #include "native/host/checks.h"
 
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <initializer_list>
 #include <string>
 
+#include "common/cuda.h"
+#include "native/plan/plan.h"
+#include "native/rows/combine.h"
 #include "native/rows/cta_roles.h"
+#include "native/rows/dispatch.h"
 
 namespace ncclep::native {
 
@@ -28,6 +34,11 @@ struct Shape {
   }
 };
 
+struct Need {
+  const char* kernel;
+  std::size_t shared_bytes;
+};
+
 Shape shape_of(const Tensor& tensor) { return {tensor}; }
 
 bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) {
@@ -37,6 +48,27 @@ bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) 
 std::int64_t num_tokens_of(const Plan& plan) { return plan.token_routes.shape[1]; }
 
 }  // namespace
+
+std::string device_problem() {
+  int device = 0, offered = 0;
+  try {
+    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+    cuda_check(cudaDeviceGetAttribute(&offered, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "cudaDeviceGetAttribute");
+    for (const Need& need :
+         {Need{"plan", plan_shared_bytes()}, Need{"dispatch", dispatch_shared_bytes()},
+          Need{"combine", combine_shared_bytes()}}) {
+      if (need.shared_bytes <= static_cast<std::size_t>(offered)) continue;
+      return join_text("the kernel of ", need.kernel, " needs up to ", need.shared_bytes,
+                       " bytes of shared memory in a CTA, and the GPU offers ", offered,
+                       ": use a GPU of a data center, such as sm_90 or sm_100, or the engine "
+                       "'reference'");
+    }
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
 
 void check_timeout(double seconds) {
   require(seconds > 0 && seconds <= kMaxTimeout, "a deadline of ", seconds,

@@ -8,12 +8,17 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "common/tensor.h"
 #include "native/host/group.h"
 #include "native/state.h"
 
 namespace ncclep::native {
+
+// Says what the current device lacks for the engine's kernels; empty if nothing.  Those of
+// low-latency mode have static shared memory only, of which every GPU has enough.
+std::string device_problem();
 
 // A deadline in seconds: positive, and in nanoseconds far below 2^64.
 void check_timeout(double seconds);

@@ -22,6 +22,16 @@ constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
 
 }  // namespace
 
+WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t row_bytes) {
+  check_sizes(max_tokens, top_k, row_bytes);
+  control.max_tokens = num_chunks_of(max_tokens) * kChunk;
+  control.max_top_k = top_k;
+  control.num_rounds = num_rounds_for(control, row_bytes, kMostRowsBytes);
+  const std::size_t control_bytes =
+      control.num_domains > 1 ? RailLayout{control}.end() : control.num_bytes();
+  return {control, row_bytes, control_bytes, rows_window_bytes(control, row_bytes)};
+}
+
 DomainWindows windows_of_domain(const Communicator& communicator, const Window& window) {
   DomainWindows windows{{}, communicator.rank_in_domain(0)};
   std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
@@ -31,7 +41,8 @@ DomainWindows windows_of_domain(const Communicator& communicator, const Window& 
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
       control_{communicator_->num_ranks(), num_experts, 0, 0},
-      timeout_s_(timeout_s) {
+      timeout_s_(timeout_s),
+      longest_timeout_s_(timeout_s) {
   check_group(communicator_->num_ranks(), num_experts, timeout_s);
   const int locals = communicator_->lsa_size();
   require(locals <= kMaxLocalRanks, locals, " ranks of one NVLink domain: at most ",
@@ -48,6 +59,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
   }
+  const std::string problem = device_problem();
+  ensure(problem.empty(), "engine 'native': ", problem);
   try {
     allocate_state();
   } catch (const Error&) {
@@ -58,7 +71,7 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
 
 void Group::allocate_state() {
   cuda_check(cudaMalloc(&state_, sizeof(State)), "cudaMalloc");
-  cuda_check(cudaMemset(state_, 0, sizeof(State)), "cudaMemset");
+  clear_memory(state_, sizeof(State));
   int device = 0;
   cuda_check(cudaGetDevice(&device), "cudaGetDevice");
   cuda_check(cudaDeviceGetAttribute(&max_sms_, cudaDevAttrMultiProcessorCount, device),
@@ -84,6 +97,7 @@ bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
 void Group::set_timeout(double seconds) {
   check_timeout(seconds);
   timeout_s_ = seconds;
+  longest_timeout_s_ = std::max(longest_timeout_s_, seconds);
 }
 
 void Group::require_open() const { require(state_ != nullptr, "the native group was closed"); }
@@ -116,8 +130,8 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintp
                   "group's engines "
                   "and create them again"));
   }
-  const auto leave = [] {  // afterwards no rank uses the old windows any longer
-    cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
+  const auto leave = [&] {  // afterwards no rank uses the old windows any longer
+    leave_windows();
     return std::string();
   };
   const auto make = [&] {
@@ -138,23 +152,16 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintp
 
 void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
   require_open();
-  check_sizes(max_tokens, top_k, row_bytes);
-  Control larger = control_;
-  larger.max_tokens = std::max(larger.max_tokens, (max_tokens + kChunk - 1) / kChunk * kChunk);
-  larger.max_top_k = std::max(larger.max_top_k, top_k);
-  row_bytes = std::max(row_bytes_, row_bytes);
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows grow");
+  const WindowSizes larger =
+      window_sizes(control_, std::max(control_.max_tokens, max_tokens),
+                   std::max(control_.max_top_k, top_k), std::max(row_bytes_, row_bytes));
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
-  const int domains = larger.num_domains;
-  larger.num_rounds = num_rounds_for(larger, row_bytes, kMostRowsBytes);
-  const Reach reach = domains > 1 ? Reach::kNetwork : Reach::kDomain;
-  control_window_ = std::make_shared<Window>(
-      communicator_, domains > 1 ? RailLayout{larger}.end() : larger.num_bytes(), reach);
-  rows_window_ =
-      std::make_shared<Window>(communicator_, rows_window_bytes(larger, row_bytes), reach);
-  control_ = larger;
-  row_bytes_ = row_bytes;
+  const Reach reach = network_ != nullptr ? Reach::kNetwork : Reach::kDomain;
+  control_window_ = std::make_shared<Window>(communicator_, larger.control_bytes, reach);
+  rows_window_ = std::make_shared<Window>(communicator_, larger.rows_bytes, reach);
+  control_ = larger.control;
+  row_bytes_ = larger.row_bytes;
 }
 
 void Group::open() {
@@ -166,11 +173,10 @@ void Group::clear() {
   require_open();
   // Flags hold epochs, which only increase: stale memory must not look like one.
   for (const std::shared_ptr<Window>& window : windows()) {
-    cuda_check(cudaMemset(window->address(), 0, window->num_bytes()), "cudaMemset");
+    clear_memory(window->address(), window->num_bytes());
   }
   // All ranks have received the last plan, but the new windows do not record that.
-  cuda_check(cudaMemset(&state_->received, 0, sizeof(state_->received)), "cudaMemset");
-  cuda_check(cudaDeviceSynchronize(), "clearing the windows");
+  clear_memory(&state_->received, sizeof(state_->received));
 }
 
 void Group::drop() {
@@ -183,7 +189,7 @@ void Group::drop() {
 
 void Group::close() {
   if (state_ == nullptr) return;
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before windows close");
+  wait_for_calls("closing its windows", longest_timeout_s_);
   settle();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   drop();
@@ -193,8 +199,9 @@ void Group::close() {
 
 void Group::settle() {
   if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
-  native::settle(context(), 0, *rails_);
-  cuda_check(cudaDeviceSynchronize(), "waiting for what is put to windows that close");
+  const OwnStream stream;
+  native::settle(context(), stream.get(), *rails_);  // which ends with its deadline
+  stream.wait("waiting for what is put to windows that close");
 }
 
 bool Group::has_given_up() const {

@@ -52,6 +52,20 @@ struct Plan {
   std::int64_t num_rows = -1;
 };
 
+// The windows of a rank.
+struct WindowSizes {
+  Control control;  // what they are for
+  std::size_t row_bytes;
+  std::size_t control_bytes, rows_bytes;  // of the two windows
+};
+// For `control`'s group, and for batches of at most this many tokens of a rank.
+WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t row_bytes);
+
+// Of a plan's routes, in int32: the part for other domains, at the start, and all of them.
+std::int64_t rail_routes_size(const Control& control, int num_chunks);
+std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
+                         std::int64_t max_assignments, int num_chunks);
+
 // The addresses of an open window's peers, as kernels take them.
 DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
 
@@ -66,12 +80,13 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   // Makes windows this large, which also hold what the previous ones did, and has the ranks verify
-  // them; does nothing if they are large enough.  Collective when they grow; no work may be in
-  // flight then except on this rank's device, for which it waits.
+  // them; does nothing if they are large enough.  Collective when they grow; waits for what the
+  // communicator's groups have queued here before, and for no other work.
   //
   // Throws on all ranks or on none: UsageError when a CUDA graph holds calls of the group, or
-  // `stream` is being captured; Error when a rank has no memory or does not reach another's.  No
-  // windows are left after an Error.
+  // `stream` is being captured; Error when a rank's earlier calls are not over after half of the
+  // deadline, or when a rank has no memory or does not reach another's.  No windows are left after
+  // an Error.
   void reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
                const AllGather& all_gather);
   // What grew when windows were last made, such as "tokens 0 -> 128".
@@ -92,8 +107,17 @@ class Group {
   // Drops the windows after a step failed on any rank.  Windows that are open stay until the
   // process ends, because closing them is collective.  Not collective.
   void drop();
+  // Collective.  Throws, and frees nothing, when earlier calls are not over after the longest
+  // deadline that any of them had: then their kernels, which have not begun, use the windows yet.
   void close();
-  // Waits, on an idle device, until nothing is on its way from or to other NVLink domains: then
+  // Waits at most `limit_s` seconds until what was queued for the communicator's windows is over,
+  // and for no other work, unless a CUDA graph holds calls of the group: then for the device.
+  // `what` names the reason in errors.
+  void wait_for_calls(const char* what, double limit_s) const;
+  // Before windows change: the other ranks, who wait for this one, hear of it within the deadline.
+  void leave_windows() const;
+  double longest_timeout() const { return longest_timeout_s_; }
+  // Waits, when that is over, until nothing is on its way from or to other NVLink domains: then
   // windows may close.  Collective; does nothing within one domain.
   void settle();
 
@@ -183,15 +207,13 @@ class Group {
   PlanScratch plan_scratch(int num_sms) const;
   void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
                    const Tensor& routes) const;
-  // Of a plan's routes: the part for other domains, at the start, and the rest.
-  std::int64_t rail_size(int num_chunks) const;
   RailRoutes rail_routes(const Plan& plan) const;
   ReceivedRoutes received_routes(const Plan& plan) const;
   std::shared_ptr<Communicator> communicator_;
   Control control_;
   std::size_t row_bytes_ = 0;
   std::string growth_;
-  double timeout_s_;
+  double timeout_s_, longest_timeout_s_;
   std::uint32_t ticket_ = 0;  // of the last plan that the host waits for
   bool was_captured_ = false;
   std::shared_ptr<StreamOrder> order_;

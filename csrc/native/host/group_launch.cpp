@@ -38,9 +38,16 @@ TokenRoutes token_routes_of(const Tensor& token_routes) {
 
 }  // namespace
 
-std::int64_t Group::rail_size(int num_chunks) const {
-  if (control_.num_domains == 1) return 0;
-  return RailRoutes::size(control_, num_chunks * kChunk, num_chunks);
+std::int64_t rail_routes_size(const Control& control, int num_chunks) {
+  if (control.num_domains == 1) return 0;
+  return RailRoutes::size(control, num_chunks * kChunk, num_chunks);
+}
+
+std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
+                         std::int64_t max_assignments, int num_chunks) {
+  check_room(control, max_pairs, max_assignments, num_chunks);
+  return rail_routes_size(control, num_chunks) +
+         ReceivedRoutes::size(control.num_ranks, num_chunks, max_pairs, max_assignments);
 }
 
 RailRoutes Group::rail_routes(const Plan& plan) const {
@@ -50,16 +57,14 @@ RailRoutes Group::rail_routes(const Plan& plan) const {
 }
 
 ReceivedRoutes Group::received_routes(const Plan& plan) const {
-  return ReceivedRoutes::in(pointer<std::int32_t>(plan.routes) + rail_size(plan.num_chunks),
-                            control_.num_ranks, plan.num_chunks, plan.max_pairs,
-                            plan.max_assignments);
+  return ReceivedRoutes::in(
+      pointer<std::int32_t>(plan.routes) + rail_routes_size(control_, plan.num_chunks),
+      control_.num_ranks, plan.num_chunks, plan.max_pairs, plan.max_assignments);
 }
 
 std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
                                 int num_chunks) const {
-  check_room(control_, max_pairs, max_assignments, num_chunks);
-  return rail_size(num_chunks) +
-         ReceivedRoutes::size(control_.num_ranks, num_chunks, max_pairs, max_assignments);
+  return native::routes_size(control_, max_pairs, max_assignments, num_chunks);
 }
 
 PlanScratch Group::plan_scratch(int num_sms) const {
@@ -141,7 +146,7 @@ void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_as
   check_plan(control_, plan);
   const Tensor before = plan.routes;
   take_routes(plan, max_pairs, max_assignments, routes);
-  const std::size_t kept = rail_size(plan.num_chunks) * sizeof(std::int32_t);
+  const std::size_t kept = rail_routes_size(control_, plan.num_chunks) * sizeof(std::int32_t);
   queue(stream, [&] {
     if (kept > 0) {  // what the first kernel has written
       cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,

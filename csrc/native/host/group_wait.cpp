@@ -6,6 +6,7 @@
 #include "common/cuda.h"
 #include "common/pause.h"
 #include "native/host/group.h"
+#include "nccl/made_in_time.h"
 
 namespace ncclep::native {
 
@@ -91,16 +92,41 @@ void Group::wait_until_idle(const std::function<void()>& poll) const {
   wait_until([&](double) { return order_->is_idle(); }, poll);
 }
 
+void Group::wait_for_calls(const char* what, double limit_s) const {
+  const std::string late =
+      join_text(what, ": its earlier calls were not over on the device within ", limit_s,
+                " s: they wait for another rank, or for other work on the GPU");
+  if (was_captured_) {  // no event tells when replays are over
+    const auto wait = [] { cuda_check(cudaDeviceSynchronize(), "waiting for the device"); };
+    return made_in_time(wait, late, communicator_->device(), limit_s, [] {});
+  }
+  const auto is_over = [&](double waited) {
+    if (order_->is_idle()) return true;
+    if (waited > limit_s) throw PeerError(late);
+    return false;
+  };
+  wait_until(is_over, [] {});
+}
+
+void Group::leave_windows() const { wait_for_calls("leaving its windows", timeout_s_ / 2); }
+
 std::optional<Failure> Group::failure() const {
   if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
-  return Failure{static_cast<Reason>(mailbox_->failed_reason),
-                 static_cast<Phase>(mailbox_->failed_phase),
-                 mailbox_->failed_peer,
-                 mailbox_->failed_epoch,
-                 static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9,
-                 mailbox_->failed_calls[0],
-                 mailbox_->failed_calls[1]};
+  Failure found{static_cast<Reason>(mailbox_->failed_reason),
+                static_cast<Phase>(mailbox_->failed_phase),
+                mailbox_->failed_peer,
+                mailbox_->failed_epoch,
+                static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9,
+                mailbox_->failed_calls[0],
+                mailbox_->failed_calls[1]};
+  if (found.reason == Reason::kLate && found.peer_call != 0) {
+    // A kernel that compares no calls waits for no entry: what the peer has entered is another one.
+    if (found.own_call == 0) found.peer_call = 0;
+    // Its data is awaited where its call is compared, and may be missed first.
+    if (found.own_call != found.peer_call) found.reason = Reason::kDiffers;
+  }
+  return found;
 }
 
 void Group::bad_ranks(bool forget, std::uint32_t* words) {

@@ -9,6 +9,7 @@
 
 #include "common/cuda.h"
 #include "native/device/vector.cuh"
+#include "native/device/warp.cuh"
 #include "native/low_latency/operation.cuh"
 #include "native/low_latency/rail_tokens.cuh"
 
@@ -83,23 +84,71 @@ __device__ char* sum_at(const KernelContext& me, const LowLatencyContext& ll, in
   return ll.window_of[rank] + window.sums() + row_at(window, me.rank, place) * window.sum_bytes;
 }
 
-// Sends this CTA's share of the rows for other ranks; `counts`: how many rows each of them has
-// here.
+// The rows that return to other ranks, rank by rank from the next one on, so that the ranks do not
+// all send to the same one first.
+template <typename R>
+class ReturningRows {
+ public:
+  // `up_to` is in shared memory.  Called by all threads; a barrier must follow.
+  __device__ ReturningRows(const KernelContext& me, const LowLatencyContext& ll, int* up_to)
+      : first_(me.rank + 1), num_ranks_(ll.window.num_ranks), up_to_(up_to) {
+    for (int number = threadIdx.x; number < kGroups * 32; number += kLlThreads) {
+      int count = 0;
+      // This rank adds up what it has for its rail peers' tokens itself.
+      if (number < num_ranks_ - 1 && (!R::kAreThere || host_of(me, rank(number)) != me.rank)) {
+        const std::uint64_t word = *sent_word(ll, me.rank, Turn::kDispatch, rank(number));
+        count = static_cast<int>(word & (kBadRouting - 1));
+      }
+      up_to_[number] = warp_scan(count);
+    }
+  }
+
+  // After the barrier; called by whole warps, as is `find`.
+  __device__ int count() {
+    if (kGroups == 1) return up_to_[31];
+    const int lane = threadIdx.x % 32;
+    groups_up_to_ = warp_scan(lane < kGroups ? up_to_[lane * 32 + 31] : 0);
+    return __shfl_sync(~0u, groups_up_to_, 31);
+  }
+
+  // The rank that the row with this index returns to; turns the index into its place there.
+  __device__ int find(int& row) const {
+    const int group = kGroups == 1 ? 0 : before(groups_up_to_, row);
+    return rank(group * 32 + before(up_to_[group * 32 + threadIdx.x % 32], row));
+  }
+
+ private:
+  static constexpr int kGroups = (R::kAreThere ? kMaxRanks : kMaxLocalRanks) / 32;
+  static_assert(kGroups <= 32 && kMaxRanks % 32 == 0);
+
+  __device__ int rank(int number) const {
+    const int rank = first_ + number;
+    return rank < num_ranks_ ? rank : rank - num_ranks_;
+  }
+  // How many lanes' rows all come before this one, which is then counted from theirs on.
+  __device__ static int before(int up_to, int& row) {
+    const int lanes = __popc(__ballot_sync(~0u, up_to <= row));
+    const int rows = __shfl_sync(~0u, up_to, lanes == 0 ? 0 : lanes - 1);
+    row -= lanes == 0 ? 0 : rows;
+    return lanes;
+  }
+
+  const int first_, num_ranks_;
+  int* const up_to_;      // of each group of 32 ranks, the rows of those up to each
+  int groups_up_to_ = 0;  // the rows of the groups up to that with this lane's number
+};
+
+// Sends this CTA's share of the rows for other ranks.
 template <typename T, typename R>
 __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
-                          const LowLatencyCombine& job, const int* counts) {
+                          const LowLatencyCombine& job, ReturningRows<R>& returning) {
   const LowLatencyWindow& window = ll.window;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_ranks = window.num_ranks;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
-  int total = 0;
-  for (int rank = 0; rank < num_ranks; ++rank) total += rank == me.rank ? 0 : counts[rank];
-  for (int i = warp * gridDim.x + blockIdx.x; i < total * pieces; i += gridDim.x * kLlWarps) {
-    // Starts with the next rank, so that the ranks do not all send to the same one first.
-    int place = i / pieces, rank = (me.rank + 1) % num_ranks;
-    while (place >= counts[rank]) {
-      place -= counts[rank];
-      rank = (rank + 1) % num_ranks;
-    }
+  const int items = returning.count() * pieces;
+  for (int i = warp * gridDim.x + blockIdx.x; i < items; i += gridDim.x * kLlWarps) {
+    int place = i / pieces;
+    const int rank = returning.find(place);
     const int offset = i % pieces * kLlPiece + lane * 16;
     const std::size_t row = row_at(window, rank, place);
     Part part;
@@ -118,23 +167,21 @@ __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
 // threads of all CTAs when all ranks of this domain have sent; false when the group has failed.
 template <typename T, typename R>
 __device__ bool put_token_sums(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
-                               const LowLatencyCombine& job, Places& places, std::uint64_t goal,
+                               const LowLatencyCombine& job, TokenBatch& batch, std::uint64_t goal,
                                std::uint64_t number, bool has_failed) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int locals = me.control.local_ranks(), own = me.control.domain_of(me.rank);
-  const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
   char* const start = ll.window_of[me.rank];
-  for (int domain = 0; domain < me.control.num_domains; ++domain) {
-    if (has_failed || domain == own) continue;
-    const Message message(me, ll, domain);
-    message.find_places(me, places);
-    for (int i = warp * gridDim.x + blockIdx.x; i < message.num_tokens * pieces;
-         i += gridDim.x * kLlWarps) {
-      const int token = i / pieces, offset = i % pieces * kLlPiece + lane * 16;
-      const int own_place = lane < locals ? places.place(lane, token) : 0;
+  for (std::uint64_t domains = has_failed ? 0 : other_domains(me); domains != 0;) {
+    domains = batch.take(me, ll, domains, window.sum_bytes);
+    for (int i = warp; i < batch.num_mine(); i += kLlWarps) {
+      const auto [token, piece] = batch.find_mine(i);
+      const int offset = piece * kLlPiece + lane * 16;
+      const int domain = batch.domain_of[token];
+      const int own_place = lane < locals ? batch.place(lane, token) : 0;
       Sum<T> sum;
-      for (std::uint32_t left = places.ranks_of[token]; left != 0; left &= left - 1) {
+      for (std::uint32_t left = batch.places.ranks_of[token]; left != 0; left &= left - 1) {
         const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
         const std::size_t row = row_at(window, rail_peer_in(me, domain), place);
         if (rank == me.control.place_of(me.rank) && job.rows_of != nullptr) {
@@ -151,12 +198,14 @@ __device__ bool put_token_sums(const KernelContext& me, const R& rails, const Lo
         part.load(from, offset, window.sum_bytes);
         sum.add(part);
       }
-      char* to = start + window.sent_sums(domain) + std::size_t{1} * token * window.sum_bytes;
+      char* to = start + window.sent_sums(domain) +
+                 std::size_t{1} * batch.index_of(token) * window.sum_bytes;
       sum.round().store(to, offset, window.sum_bytes);
     }
   }
-  const unsigned int passed = count_passed(&ll.state->passed, has_failed);
+  const unsigned int passed = count_sent(&ll.state->passed, false, has_failed);
   if (passed != 0 && passed < kSentFailed) {
+    see_other_ctas();
     const int domain = threadIdx.x;
     bool is_put = true;
     if (has_rail_peer(me, domain)) {
@@ -283,8 +332,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
                       const __grid_constant__ R rails) {
   __shared__ Places places;
   __shared__ DomainPlaces domains;
-  __shared__ Places rail_places;  // of the rail peers' tokens
-  __shared__ int counts[kMaxRanks];
+  __shared__ TokenBatch batch;
+  __shared__ int returning_up_to[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kCombine, job.sends);
   const int thread = threadIdx.x;
@@ -294,12 +343,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
       R::kAreThere
           ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokenSumsPut]) + 1
           : 0;
-  for (int rank = thread; rank < window.num_ranks; rank += kLlThreads) {
-    const std::uint64_t word = *sent_word(ll, me.rank, Turn::kDispatch, rank);
-    counts[rank] = static_cast<int>(word & (kBadRouting - 1));
-    // This rank adds up what it has for its rail peers' tokens itself.
-    if (R::kAreThere && host_of(me, rank) == me.rank) counts[rank] = 0;
-  }
+  ReturningRows<R> returning(me, ll, returning_up_to);
   const int locals = me.control.local_ranks();
   places.set(has_token ? ll.state->ranks_of[thread] : 0, job.num_tokens, locals);
   if constexpr (R::kAreThere) {
@@ -308,7 +352,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   }
   bool has_failed = __syncthreads_or(now.has_failed);
   if (job.sends) {
-    if (!has_failed) send_back<T, R>(me, ll, job, counts);
+    if (!has_failed) send_back<T, R>(me, ll, job, returning);
     const unsigned int sent = count_sent(&ll.state->sent, false, has_failed);
     if (thread == 0 && sent != 0 && sent < kSentFailed) {
       fence_system();  // passes on what this thread saw through the other CTAs' fences
@@ -328,14 +372,13 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   // rank may leave before all have sent (protocol.h).
   if (thread < locals && !has_failed) {
     const int rank = local_rank(me, thread);
-    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank,
+    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank, now.number,
                                                  sent_word(ll, me.rank, Turn::kCombine, rank),
                                                  now.number) < 0;
   }
   has_failed = __syncthreads_or(has_failed);
   if constexpr (R::kAreThere) {
-    has_failed =
-        !put_token_sums<T>(me, rails, ll, job, rail_places, sums_put, now.number, has_failed);
+    has_failed = !put_token_sums<T>(me, rails, ll, job, batch, sums_put, now.number, has_failed);
   }
   while (item < items) {
     sums.finish(!has_failed);

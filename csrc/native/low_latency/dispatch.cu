@@ -156,6 +156,7 @@ template <typename R>
 __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
   __shared__ int counts[kMaxRanks];
+  __shared__ int cleared[kMaxRanks];
   __shared__ unsigned int bad_ranks[kRankWords];
   const LowLatencyWindow& window = ll.window;
   if (threadIdx.x < kRankWords) bad_ranks[threadIdx.x] = 0;
@@ -163,11 +164,13 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   const auto wait = [&](bool for_local) {
     for (int rank = threadIdx.x; rank < window.num_ranks && !has_failed; rank += kLlThreads) {
       if (R::kAreThere && is_local(me, rank) != for_local) continue;
+      const int were_cleared = R::kAreThere ? ll.state->cleared[rank] : 0;  // loaded while it waits
       const std::int64_t word =
-          wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank,
+          wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank, number,
                                           sent_word(ll, me.rank, Turn::kDispatch, rank), number);
       has_failed = word < 0;
       counts[rank] = static_cast<int>(word & (kBadRouting - 1));
+      if (R::kAreThere) cleared[rank] = were_cleared;
       if (!has_failed && (word & kBadRouting)) {
         atomicOr(bad_ranks + rank / 32, 1u << rank % 32);
       }
@@ -187,10 +190,28 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   // Places that received no row have no experts.
   char* own = ll.window_of[me.rank];
   const int of_rank = window.max_tokens * window.top_k;
-  for (int from = 0; from < window.num_ranks; ++from) {
-    auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts()) + from * of_rank;
-    const int end = has_failed ? 0 : counts[from] * window.top_k;
-    for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
+  auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts());
+  if constexpr (R::kAreThere) {
+    // There may be many: only those are cleared that received one in an earlier dispatch.
+    const int lane = threadIdx.x % 32;
+    for (int first = threadIdx.x - lane; first < window.num_ranks; first += kLlThreads) {
+      int begin = 0, end = 0;
+      if (first + lane < window.num_ranks) {
+        begin = has_failed ? 0 : counts[first + lane];
+        end = window.max_tokens - (has_failed ? 0 : cleared[first + lane]);
+        ll.state->cleared[first + lane] = window.max_tokens - begin;
+      }
+      for (std::uint32_t left = __ballot_sync(~0u, begin < end); left != 0; left &= left - 1) {
+        const int from = __ffs(left) - 1, last = __shfl_sync(~0u, end, from) * window.top_k;
+        int i = __shfl_sync(~0u, begin, from) * window.top_k + lane;
+        for (; i < last; i += 32) experts[(first + from) * of_rank + i] = -1;
+      }
+    }
+  } else {
+    for (int from = 0; from < window.num_ranks; ++from, experts += of_rank) {
+      const int end = has_failed ? 0 : counts[from] * window.top_k;
+      for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
+    }
   }
   if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
 }
@@ -201,6 +222,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
                        const __grid_constant__ R rails) {
   __shared__ Places places;
   __shared__ DomainPlaces domains;
+  __shared__ TokenBatch batch;  // of other domains
   __shared__ int counts[kMaxLocalRanks];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
@@ -209,7 +231,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     bool has_failed = __syncthreads_or(now.has_failed);
     if constexpr (R::kAreThere) {
       const unsigned int passed =
-          pass_tokens_on(me, rails, ll, places, state->tokens_put, now.number, has_failed);
+          pass_tokens_on(me, rails, ll, batch, state->tokens_put, now.number, has_failed);
       if (passed == 0) return;
       has_failed = passed >= kSentFailed;
     }
@@ -254,7 +276,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     }
     if (!job.completes) return;
     const unsigned int passed =
-        pass_tokens_on(me, rails, ll, places, tokens_put, now.number, has_failed);
+        pass_tokens_on(me, rails, ll, batch, tokens_put, now.number, has_failed);
     if (passed != 0) receive<R>(me, ll, job, now.number, passed >= kSentFailed);
   } else if (job.completes) {
     receive<R>(me, ll, job, now.number, sent >= kSentFailed);

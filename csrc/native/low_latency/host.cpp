@@ -28,7 +28,9 @@ void require_shape(const char* what, const Tensor& tensor, DType dtype,
           what, " must start at a multiple of ", kVector, " bytes");
 }
 
-LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySizes& sizes) {
+}  // namespace
+
+LowLatencyWindow low_latency_window(int num_ranks, int num_domains, const LowLatencySizes& sizes) {
   require(0 < sizes.max_tokens && sizes.max_tokens <= kLowLatencyTokens, sizes.max_tokens,
           " tokens: from 1 to ", kLowLatencyTokens);
   require(0 < sizes.top_k && sizes.top_k <= kMaxTopK, "top-k ", sizes.top_k, ": from 1 to ",
@@ -43,8 +45,8 @@ LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySiz
   require(sizes.payload == sizes.dtype || sizes.payload == DType::kUint8,
           "dispatched rows must have the dtype of combined rows, or be bytes");
   LowLatencyWindow layout{};
-  layout.num_ranks = communicator.num_ranks();
-  layout.num_domains = communicator.num_ranks() / communicator.lsa_size();
+  layout.num_ranks = num_ranks;
+  layout.num_domains = num_domains;
   layout.max_tokens = sizes.max_tokens;
   layout.top_k = sizes.top_k;
   layout.row_bytes = sizes.hidden * itemsize_of(sizes.payload);
@@ -57,13 +59,19 @@ LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySiz
   return layout;
 }
 
+namespace {
+
+LowLatencyWindow layout_of(const Communicator& communicator, const LowLatencySizes& sizes) {
+  const int num_ranks = communicator.num_ranks();
+  return low_latency_window(num_ranks, num_ranks / communicator.lsa_size(), sizes);
+}
+
 }  // namespace
 
 std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
                                              const LowLatencySizes& sizes,
                                              const AllGather& all_gather) {
   layout_of(*group->communicator(), sizes);  // throws on all ranks alike
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window is made");
   if (group->windows().empty()) {
     group->reserve(kChunk, sizes.top_k, kVector, 0, all_gather);
   }
@@ -102,9 +110,8 @@ void LowLatency::open() {
 
 void LowLatency::clear() {
   require_open();
-  cuda_check(cudaMemset(window_->address(), 0, window_->num_bytes()), "cudaMemset");
-  cuda_check(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
-  cuda_check(cudaDeviceSynchronize(), "clearing the low-latency window");
+  clear_memory(window_->address(), window_->num_bytes());
+  clear_memory(state_, sizeof(LowLatencyState));
 }
 
 void LowLatency::drop() {
@@ -115,7 +122,7 @@ void LowLatency::drop() {
 
 void LowLatency::close() {
   if (window_ == nullptr) return;
-  cuda_check(cudaDeviceSynchronize(), "waiting for the device before a window closes");
+  group_->wait_for_calls("closing its window", group_->longest_timeout());
   group_->settle();
   window_->close();
   drop();

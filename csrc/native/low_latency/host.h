@@ -21,6 +21,9 @@ struct LowLatencySizes {
   int num_scales;        // fp32 scales of each dispatched row
 };
 
+// A rank's window for objects of these sizes.
+LowLatencyWindow low_latency_window(int num_ranks, int num_domains, const LowLatencySizes& sizes);
+
 // Made by all ranks of a group with the same sizes, in steps like the group's own windows: the
 // constructor allocates, `open` is collective, `clear` prepares it for use.  An object that is not
 // closed lives until the process ends.
@@ -31,8 +34,8 @@ struct LowLatencySizes {
 class LowLatency {
  public:
   // An object whose window is open and verified; the group gets windows if it has none, for its
-  // control window tells ranks that another one stops.  Collective; waits for the device.  Throws
-  // on all ranks or on none.
+  // control window tells ranks that another one stops.  Collective.  Throws on all ranks or on
+  // none.
   static std::shared_ptr<LowLatency> make(std::shared_ptr<Group> group,
                                           const LowLatencySizes& sizes,
                                           const AllGather& all_gather);

@@ -133,22 +133,24 @@ __device__ inline void store_assignments(const LowLatencyWindow& window, char* t
 // found the group failed.
 constexpr unsigned int kSentCta = 1, kSentBad = 1 << 10, kSentFailed = 1 << 20;
 
+// Adds to a word of the object's state; returns the sum to who completes `all` of a kind, and 0 to
+// the others.
+__device__ inline unsigned int count_in(unsigned int* word, unsigned int mine, unsigned int all) {
+  __threadfence();
+  const unsigned int sum = atomicAdd(word, mine) + mine;
+  if (sum % kSentBad != all) return 0;
+  *word = 0;
+  return sum;
+}
+
 // All threads call it after issuing what they send, with a word of the object's state.  Returns the
-// sum in the last of `num_ctas` CTAs, where the writes of all CTAs come before what its thread 0
-// stores after a system fence; 0 in the others.
-__device__ inline unsigned int count_sent(unsigned int* word, bool is_bad, bool has_failed,
-                                          unsigned int num_ctas = gridDim.x) {
+// sum in the last CTA, where the writes of all CTAs come before what its thread 0 stores after a
+// system fence; 0 in the others.
+__device__ inline unsigned int count_sent(unsigned int* word, bool is_bad, bool has_failed) {
   __shared__ unsigned int sum;
   is_bad = __syncthreads_or(is_bad);
   if (threadIdx.x == 0) {
-    __threadfence();
-    const unsigned int mine = kSentCta + is_bad * kSentBad + has_failed * kSentFailed;
-    sum = atomicAdd(word, mine) + mine;
-    if (sum % kSentBad != num_ctas) {
-      sum = 0;
-    } else {
-      *word = 0;
-    }
+    sum = count_in(word, kSentCta + is_bad * kSentBad + has_failed * kSentFailed, gridDim.x);
   }
   __syncthreads();
   return sum;

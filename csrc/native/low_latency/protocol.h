@@ -79,7 +79,8 @@ struct LowLatencyWindow {
   // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: kBadRouting and the
   // number of rows, tagged with the operation's number (device/wait.cuh).
   NCCLEP_BOTH std::size_t sent() const { return 0; }
-  // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks.
+  // int32 [R][max_tokens][K]: a row's experts among this rank's, -1 for those of other ranks, and
+  // where there is no row.
   NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }
   // float [R][max_tokens][K]; at a multiple of 16 bytes, because `fill_nan` writes vectors.
   NCCLEP_BOTH std::size_t weights() const {
@@ -131,6 +132,7 @@ struct LowLatencyState {
   unsigned int passed;                  // CTAs that have added up their part for the rail peers
   unsigned int passed_on[kMaxDomains];  // CTAs that have sent on their part of a domain's tokens
   unsigned int domains_passed;          // domains of which all CTAs have
+  int cleared[kMaxRanks];               // places of each rank, the last ones, that have no experts
   // For the combine of the last dispatch: the ranks of each token in this domain, a bit for each
   // place, and its other domains.
   std::uint32_t ranks_of[kLowLatencyTokens];

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "native/device/warp.cuh"
 #include "native/low_latency/operation.cuh"
 
 namespace ncclep::native {
@@ -44,22 +45,6 @@ class Message {
   __device__ RailToken token(int index) const {
     return {start_ + 16 + index * window_.token_bytes(), window_};
   }
-  // Finds the ranks of this domain, by place, that the tokens go to.  Called by all threads of a
-  // CTA; a barrier before and after.
-  __device__ void find_places(const KernelContext& me, Places& places) const {
-    const int index = threadIdx.x, num_local = me.control.num_local();
-    std::uint32_t ranks = 0;
-    if (index < num_tokens) {
-      for (int k = 0; k < window_.top_k; ++k) {
-        const int expert = token(index).expert(k);
-        if (expert >= 0) ranks |= 1u << expert / num_local;
-      }
-    }
-    __syncthreads();
-    places.set(ranks, num_tokens, me.control.local_ranks());
-    __syncthreads();
-  }
-
   int num_tokens;
   std::uint32_t bad_routing;
 
@@ -68,13 +53,102 @@ class Message {
   const char* start_;
 };
 
-// `count_sent` for what was done for rail peers, or for one.  In the last CTA all threads then have
-// seen what the other CTAs wrote.
-__device__ inline unsigned int count_passed(unsigned int* word, bool has_failed) {
-  const unsigned int passed = count_sent(word, false, has_failed);
-  if (passed != 0) see_other_ctas();
-  return passed;
+constexpr int kDomainWords = kMaxDomains / 32;
+static_assert(kDomainWords == 2, "the bits of a std::uint64_t");
+
+// All domains but this one, a bit for each.
+__device__ inline std::uint64_t other_domains(const KernelContext& me) {
+  return (~std::uint64_t{0} >> (kMaxDomains - me.control.num_domains)) &
+         ~(std::uint64_t{1} << me.control.domain_of(me.rank));
 }
+
+// The messages of as many rail peers as have room together, for a CTA to work on at a time: their
+// tokens lie one after the other, domain by domain.  CTAs share the pieces of the tokens of each
+// domain, because they may have other domains in a batch.  In shared memory.
+struct TokenBatch {
+  int pieces;                  // of a token
+  int end;                     // of the domains that are in it
+  int first[kMaxDomains + 1];  // token of each domain
+  int mine[kMaxDomains + 1];   // pieces of this CTA before those of each domain
+  std::uint8_t domain_of[kLowLatencyTokens];
+  Places places;
+
+  // Takes the first of the domains `left`, a bit for each, and returns the others.  Called by all
+  // threads.
+  __device__ std::uint64_t take(const KernelContext& me, const LowLatencyContext& ll,
+                                std::uint64_t left, int num_bytes) {
+    __syncthreads();  // the last batch is over
+    if (threadIdx.x < 32) {
+      int up_to = 0, mine_up_to = 0, num_domains = 0;
+      pieces = (num_bytes + kLlPiece - 1) / kLlPiece;
+      first[0] = mine[0] = 0;
+      for (int domain = threadIdx.x; domain < kMaxDomains; domain += 32) {
+        const bool is_left = left >> domain & 1;
+        const int number = is_left ? Message(me, ll, domain).num_tokens : 0;
+        const int others = number * pieces - first_piece(domain) + gridDim.x - 1;
+        up_to = __shfl_sync(~0u, up_to, 31) + warp_scan(number);
+        mine_up_to = __shfl_sync(~0u, mine_up_to, 31) +
+                     warp_scan(max(0, others) / static_cast<int>(gridDim.x));
+        first[domain + 1] = up_to;
+        mine[domain + 1] = mine_up_to;
+        num_domains += __popc(__ballot_sync(~0u, up_to <= kLowLatencyTokens));
+      }
+      end = num_domains;
+    }
+    __syncthreads();
+    const int token = threadIdx.x;
+    std::uint32_t ranks = 0;
+    if (token < num_tokens()) {
+      domain_of[token] = static_cast<std::uint8_t>(last_up_to(first, token));
+      const RailToken here = token_at(me, ll, token);
+      for (int k = 0; k < ll.window.top_k; ++k) {
+        const int expert = here.expert(k);
+        if (expert >= 0) ranks |= 1u << expert / me.control.num_local();
+      }
+    }
+    places.set(ranks, num_tokens(), me.control.local_ranks());
+    __syncthreads();
+    return end == kMaxDomains ? 0 : left >> end << end;
+  }
+
+  __device__ int num_tokens() const { return first[end]; }
+  // The pieces that this CTA has, and of which token one is, and which of it.
+  __device__ int num_mine() const { return mine[end]; }
+  struct Piece {
+    int token, number;
+  };
+  __device__ Piece find_mine(int i) const {
+    const int domain = last_up_to(mine, i);
+    const int number = first_piece(domain) + (i - mine[domain]) * gridDim.x;
+    return {first[domain] + number / pieces, number % pieces};
+  }
+  __device__ RailToken token_at(const KernelContext& me, const LowLatencyContext& ll,
+                                int token) const {
+    return Message(me, ll, domain_of[token]).token(index_of(token));
+  }
+  // Among those of its domain.
+  __device__ int index_of(int token) const { return token - first[domain_of[token]]; }
+  __device__ int place(int rank, int token) const {
+    return places.place(rank, token) - places.place(rank, first[domain_of[token]]);
+  }
+  // How many tokens of a domain go to a rank.
+  __device__ int count(int rank, int domain) const {
+    const int last = first[domain + 1] - 1;
+    return last < first[domain] ? 0 : place(rank, last) + (places.ranks_of[last] >> rank & 1);
+  }
+
+ private:
+  // A CTA has every gridDim.x-th piece of a domain, from this one on: another one in each domain.
+  __device__ static int first_piece(int domain) { return (blockIdx.x + domain) % gridDim.x; }
+  // The last domain that begins at `i` or before.
+  __device__ static int last_up_to(const int* begin, int i) {
+    int domain = 0;
+    for (int step = kMaxDomains / 2; step > 0; step /= 2) {
+      if (begin[domain + step] <= i) domain += step;
+    }
+    return domain;
+  }
+};
 
 // Puts this rank's messages, which all CTAs have written, to the rail peers.  Called by all threads
 // of the CTA that has seen that; false for a thread that could not.
@@ -106,9 +180,6 @@ __device__ bool wait_for_rail_peers(const KernelContext& me, const R& rails, Pha
   return __syncthreads_and(is_here);
 }
 
-constexpr int kDomainWords = kMaxDomains / 32;
-static_assert(kDomainWords == 2, "the bits of a std::uint64_t");
-
 // Waits until rail peers in some of the domains `left`, a bit for each, have counted `signal` up to
 // `goal`; returns these domains, or 0 when the group has failed.  Called by all threads of a CTA;
 // another barrier must follow before the next call.
@@ -138,53 +209,76 @@ __device__ std::uint64_t wait_for_some(const KernelContext& me, const R& rails, 
   return come[0] | std::uint64_t{come[1]} << 32;
 }
 
-// Sends the tokens of one rail peer on to the ranks of this domain, as their source would, with its
-// words.  Called by all threads of all CTAs; returns what `count_sent` does.
-__device__ inline unsigned int pass_on(const KernelContext& me, const LowLatencyContext& ll,
-                                       int domain, Places& places, std::uint64_t number,
-                                       bool has_failed) {
+// Sends the tokens of a batch on to the ranks of this domain, as their sources would.  Called by
+// all threads of all CTAs.
+__device__ inline void pass_on(const KernelContext& me, const LowLatencyContext& ll,
+                               const TokenBatch& batch) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int num_local = me.control.num_local(), locals = me.control.local_ranks();
-  const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
-  const int source = rail_peer_in(me, domain);
-  std::uint32_t word = 0;
-  if (!has_failed) {
-    const Message message(me, ll, domain);
-    message.find_places(me, places);
-    for (int i = warp * gridDim.x + blockIdx.x; i < message.num_tokens * pieces;
-         i += gridDim.x * kLlWarps) {
-      const RailToken token = message.token(i / pieces);
-      const int offset = i % pieces * kLlPiece + lane * 16;
-      Part part;
-      part.load(token.row(), offset, window.row_bytes);
-      const int expert = lane < window.top_k ? token.expert(lane) : -1;
-      const float weight = lane < window.top_k ? token.weight(lane) : 0;
-      const int own_place = lane < locals ? places.place(lane, i / pieces) : 0;
-      for (std::uint32_t left = places.ranks_of[i / pieces]; left != 0; left &= left - 1) {
-        const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
-        char* to = ll.window_of[local_rank(me, rank)];
-        const std::size_t row = row_at(window, source, place);
-        part.store(to + window.rows() + row * window.row_bytes, offset, window.row_bytes);
-        if (i % pieces != 0) continue;
-        store_assignments(window, to, row, rank, num_local, expert, weight);
-        const auto* scales = reinterpret_cast<const uint4*>(token.scales());
-        auto* to_scales = reinterpret_cast<uint4*>(to + window.scales() + row * window.scale_bytes);
-        for (int s = lane; s < window.scale_bytes / 16; s += 32) to_scales[s] = __ldcg(scales + s);
-      }
-    }
-    if (threadIdx.x < locals) {
-      word = places.count(threadIdx.x, message.num_tokens) | message.bad_routing;
+  for (int i = warp; i < batch.num_mine(); i += kLlWarps) {
+    const auto [number, piece] = batch.find_mine(i);
+    const int source = rail_peer_in(me, batch.domain_of[number]);
+    const RailToken token = batch.token_at(me, ll, number);
+    const int offset = piece * kLlPiece + lane * 16;
+    Part part;
+    part.load(token.row(), offset, window.row_bytes);
+    const int expert = lane < window.top_k ? token.expert(lane) : -1;
+    const float weight = lane < window.top_k ? token.weight(lane) : 0;
+    const int own_place = lane < locals ? batch.place(lane, number) : 0;
+    for (std::uint32_t left = batch.places.ranks_of[number]; left != 0; left &= left - 1) {
+      const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
+      char* to = ll.window_of[local_rank(me, rank)];
+      const std::size_t row = row_at(window, source, place);
+      part.store(to + window.rows() + row * window.row_bytes, offset, window.row_bytes);
+      if (piece != 0) continue;
+      store_assignments(window, to, row, rank, num_local, expert, weight);
+      const auto* scales = reinterpret_cast<const uint4*>(token.scales());
+      auto* to_scales = reinterpret_cast<uint4*>(to + window.scales() + row * window.scale_bytes);
+      for (int s = lane; s < window.scale_bytes / 16; s += 32) to_scales[s] = __ldcg(scales + s);
     }
   }
-  const unsigned int passed = count_passed(ll.state->passed_on + domain, has_failed);
-  if (passed == 0) return 0;
-  if (passed < kSentFailed && threadIdx.x < locals) {
+}
+
+// Called by all threads of a CTA that has sent its part of a batch, of these domains, on: counts
+// each of them, and gives the words of those sources whose other parts all CTAs have sent on.
+// Returns what `count_sent` does when all CTAs have done so for all domains.
+__device__ inline unsigned int count_passed(const KernelContext& me, const LowLatencyContext& ll,
+                                            const TokenBatch& batch, std::uint64_t domains,
+                                            std::uint64_t number, bool has_failed) {
+  __shared__ unsigned int by_all[kMaxDomains];  // the sums of those that are complete
+  __shared__ unsigned int sum;
+  const int domain = threadIdx.x, locals = me.control.local_ranks();
+  __syncthreads();
+  unsigned int mine = 0;
+  if (domain < kMaxDomains) {
+    by_all[domain] = 0;
+    if (domains >> domain & 1) {
+      mine = count_in(ll.state->passed_on + domain, kSentCta + has_failed * kSentFailed, gridDim.x);
+      if (mine != 0) fence_system();
+      by_all[domain] = mine;
+    }
+  }
+  if (__syncthreads_or(mine != 0) == 0) return 0;
+  for (int i = threadIdx.x; i < me.control.num_domains * locals; i += kLlThreads) {
+    const int of = i / locals, place = i % locals, source = rail_peer_in(me, of);
+    if (by_all[of] == 0 || by_all[of] >= kSentFailed) continue;
     fence_system();  // passes on what this thread has seen
-    post_numbered(sent_word(ll, local_rank(me, threadIdx.x), Turn::kDispatch, source), number,
-                  word);
+    post_numbered(sent_word(ll, local_rank(me, place), Turn::kDispatch, source), number,
+                  batch.count(place, of) | Message(me, ll, of).bad_routing);
   }
-  return passed;
+  if (threadIdx.x < 32) {
+    unsigned int complete = 0;
+    for (int of = threadIdx.x; of < kMaxDomains; of += 32) {
+      if (by_all[of] != 0) complete += kSentCta + (by_all[of] >= kSentFailed) * kSentFailed;
+    }
+    complete = warp_sum(complete);
+    if (threadIdx.x == 0) {
+      sum = count_in(&ll.state->domains_passed, complete, me.control.num_domains - 1);
+    }
+  }
+  __syncthreads();
+  return sum;
 }
 
 // Sends the tokens that rail peers have put here on to the ranks of this domain, those that have
@@ -192,11 +286,9 @@ __device__ inline unsigned int pass_on(const KernelContext& me, const LowLatency
 // by all threads of all CTAs; returns what `count_sent` does.
 template <typename R>
 __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
-                                       const LowLatencyContext& ll, Places& places,
+                                       const LowLatencyContext& ll, TokenBatch& batch,
                                        std::uint64_t goal, std::uint64_t number, bool has_failed) {
-  const int num_domains = me.control.num_domains;
-  std::uint64_t left = (~std::uint64_t{0} >> (kMaxDomains - num_domains)) &
-                       ~(std::uint64_t{1} << me.control.domain_of(me.rank));
+  std::uint64_t left = other_domains(me);
   unsigned int passed = 0;  // all domains; in the last CTA only
   while (left != 0) {
     std::uint64_t come = has_failed ? 0
@@ -207,10 +299,11 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
       come = left;
     }
     left &= ~come;
-    for (; come != 0; come &= come - 1) {
-      const unsigned int by_all = pass_on(me, ll, __ffsll(come) - 1, places, number, has_failed);
-      if (by_all == 0) continue;
-      passed = count_sent(&ll.state->domains_passed, false, by_all >= kSentFailed, num_domains - 1);
+    while (come != 0) {
+      const std::uint64_t others = has_failed ? 0 : batch.take(me, ll, come, ll.window.row_bytes);
+      if (!has_failed) pass_on(me, ll, batch);
+      passed = count_passed(me, ll, batch, come & ~others, number, has_failed);
+      come = others;
     }
   }
   return passed;

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "native/device/warp.cuh"
 #include "native/rail_layout.h"
 #include "native/state.h"
 
@@ -21,8 +22,9 @@ namespace ncclep::native {
 
 constexpr int kPlanThreads = 512;
 constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-// Of a CTA's shared memory; the kernels have less than 72 KiB of other arrays.
+// Of a CTA's shared memory, and what the kernels have of other arrays, at most.
 constexpr std::size_t kMaxHeldBytes = 148 * 1024;
+constexpr std::size_t kMaxOtherBytes = 72 * 1024;
 
 static_assert(kChunk == 128, "a bitmap is two words of 64 bits");
 
@@ -109,23 +111,6 @@ __device__ inline int count_before(ulonglong2 bitmap, int place) {
 
 __device__ inline bool has_token(ulonglong2 bitmap, int place) {
   return (place < 64 ? bitmap.x : bitmap.y) >> place % 64 & 1;
-}
-
-__device__ inline int warp_sum(int value) {
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(~0u, value, distance);
-  }
-  return value;
-}
-
-// The sum of the values of this lane and those before it.
-__device__ inline int warp_scan(int value) {
-  const int lane = threadIdx.x % kWarpSize;
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const int other = __shfl_up_sync(~0u, value, distance);
-    if (lane >= distance) value += other;
-  }
-  return value;
 }
 
 // Writes the sums of value(0) to value(i - 1) to to[i], for i from 0 to `number`; returns the last

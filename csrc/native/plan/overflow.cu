@@ -103,7 +103,8 @@ __device__ void post_wanted(const KernelContext& me, const R& rails, const int* 
 }
 
 // Reads all ranks' counts.  False when the group has failed.
-__device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64_t plans) {
+__device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64_t plans,
+                            std::uint64_t epoch) {
   const Control& layout = me.control;
   constexpr int kUnroll = 8;
   bool is_complete = true;
@@ -123,7 +124,7 @@ __device__ bool take_wanted(const KernelContext& me, Shared& shared, std::uint64
         std::int64_t assignments = words[u] & 0xffffffffu;
         if (!has_number(words[u], plans)) {
           assignments =
-              wait_for_numbered(me, Phase::kPlan, source,
+              wait_for_numbered(me, Phase::kPlan, source, epoch,
                                 wanted_word(me.control_of[me.rank], layout, source, expert), plans);
           is_complete = is_complete && assignments >= 0;
         }
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
         compare_entries(me, rails, Phase::kPlan, entry, epoch);
       }
-      if (take_wanted(me, shared, plans)) {
+      if (take_wanted(me, shared, plans, epoch)) {
         const bool all_fit = everything_fits(me, job, shared, room);
         keep_what_fits<Index, R>(job, partition, tile, shared, room, all_fit);
       }

@@ -80,7 +80,8 @@ __device__ std::uint64_t* count_word(char* control, const Control& layout, std::
 // Posts to every rank how much it will receive from this one.  False when the group has failed.
 template <typename R>
 __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanScratch& scratch,
-                            const int* total, int num_chunks, bool is_bad, std::uint64_t plans) {
+                            const int* total, int num_chunks, bool is_bad, std::uint64_t plans,
+                            std::uint64_t epoch) {
   const Control& layout = me.control;
   const int num_experts = layout.num_experts, num_local = layout.num_local();
   for (int i = threadIdx.x; i < num_experts + layout.num_ranks; i += kPlanThreads) {
@@ -102,7 +103,7 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
     const int columns = num_experts + layout.num_ranks + layout.num_domains;
     for (int i = threadIdx.x; i < columns; i += kPlanThreads) __stcg(scratch.totals + i, total[i]);
     return exchange_counts(
-        me, rails, plans, [&](int rank, int source, int column, std::uint32_t value) {
+        me, rails, epoch, [&](int rank, int source, int column, std::uint32_t value) {
           post_numbered(count_word(me.control_of[rank], layout, plans, source, column), plans,
                         value);
         });
@@ -111,10 +112,11 @@ __device__ bool post_counts(const KernelContext& me, const R& rails, const PlanS
 }
 
 // Reads what this rank receives from all ranks, and writes it to the host's mailbox, the plan's
-// tensors and scratch.
+// tensors and scratch.  With several domains there are many ranks with few experts each.
 template <typename R>
 __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
-                            const PlanScratch& scratch, Shared& shared, std::uint64_t plans) {
+                            const PlanScratch& scratch, Shared& shared, std::uint64_t plans,
+                            std::uint64_t epoch) {
   const Control& layout = me.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local(), columns = num_local + 1;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -125,7 +127,7 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   for (int i = threadIdx.x; i < num_ranks * columns; i += kPlanThreads) {
     const int source = i / columns;
     const std::int64_t value = wait_for_numbered(
-        me, Phase::kPlan, source,
+        me, Phase::kPlan, source, epoch,
         count_word(me.control_of[me.rank], layout, plans, source, i % columns), plans);
     is_complete = is_complete && value >= 0;
     shared.arrived[i] = static_cast<int>(value & ~kBadBit);
@@ -141,11 +143,15 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
   }
   if (!__syncthreads_and(is_complete)) return;
   if (R::kAreThere && threadIdx.x == 0) *plan.rail_routes.most_chunks = *shared.most_chunks;
-  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+  constexpr int kLanes = R::kAreThere ? kWarpSize : 1;  // that share the sources of an expert
+  const int part = threadIdx.x % kLanes;
+  for (int local = threadIdx.x / kLanes; local < num_local; local += kPlanThreads / kLanes) {
     int assignments = 0;
-    for (int source = 0; source < num_ranks; ++source) {
+    for (int source = part; source < num_ranks; source += kLanes) {
       assignments += shared.arrived[source * columns + local];
     }
+    if (R::kAreThere) assignments = warp_sum(assignments);
+    if (part != 0) continue;
     const int rows = (assignments + plan.alignment - 1) / plan.alignment * plan.alignment;
     plan.tokens_per_expert[local] = shared.block_rows[local] = rows;
     if (plan.ticket != 0) {
@@ -193,6 +199,15 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
       if (local < num_local) shared.block_start[local] = end + rows_to_here - rows;
       end += __shfl_sync(~0u, rows_to_here, kWarpSize - 1);
     }
+  } else if (R::kAreThere) {
+    const int first = threadIdx.x - 2 * kWarpSize;
+    for (int source = first; source < num_ranks; source += kPlanThreads - 2 * kWarpSize) {
+      int assignments = 0;
+      for (int local = 0; local < num_local; ++local) {
+        assignments += shared.arrived[source * columns + local];
+      }
+      shared.assignments_of[source] = assignments;
+    }
   } else {
     for (int source = warp - 2; source < num_ranks; source += kPlanWarps - 2) {
       int assignments = 0;
@@ -204,11 +219,13 @@ __device__ void take_counts(const KernelContext& me, const PlanCount& plan,
     }
   }
   __syncthreads();
-  for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
+  for (int local = threadIdx.x / kLanes; local < num_local; local += kPlanThreads / kLanes) {
     int slot = shared.block_start[local];
-    for (int source = 0; source < num_ranks; ++source) {
-      scratch.start[source * num_local + local] = slot;
-      slot += shared.arrived[source * columns + local];
+    for (int source = part; source - part < num_ranks; source += kLanes) {
+      const int own = source < num_ranks ? shared.arrived[source * columns + local] : 0;
+      const int up_to = R::kAreThere ? warp_scan(own) : own;
+      if (source < num_ranks) scratch.start[source * num_local + local] = slot + up_to - own;
+      slot += R::kAreThere ? __shfl_sync(~0u, up_to, kLanes - 1) : up_to;
     }
   }
   if (warp == 0) {
@@ -347,7 +364,7 @@ __device__ void finish(const KernelContext& me, const R& rails, const PlanCount&
     store_release(signal_word(control, layout, kRoutesWritten, me.rank), plans);
   }
   if constexpr (R::kAreThere) {
-    if (!had_failed(me)) exchange_routes(me, rails, plan, scratch, plans);
+    if (!had_failed(me)) exchange_routes(me, rails, plan, scratch, plans, epoch);
   }
   if (has_failed(me)) {
     // No rank gets rows; dispatch and combine with this plan produce NaN.
@@ -402,8 +419,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (is_leader) {
     const bool was_bad = *static_cast<volatile unsigned int*>(&me.state->is_bad) != 0;
     const bool is_bad = was_bad || shared.total[partition.num_columns()] != 0;
-    if (post_counts(me, rails, scratch, shared.total, partition.num_chunks(), is_bad, plans)) {
-      take_counts<R>(me, plan, scratch, shared, plans);
+    if (post_counts(me, rails, scratch, shared.total, partition.num_chunks(), is_bad, plans,
+                    epoch)) {
+      take_counts<R>(me, plan, scratch, shared, plans, epoch);
     }
   }
   bool is_free = true;
@@ -412,11 +430,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       // Whose counts of this plan are here has received the routes of the last one.
       const std::uint64_t* word =
           count_word(me.control_of[me.rank], layout, plans, rank, layout.num_local());
-      is_free = wait_for_numbered(me, Phase::kRoutes, rank, word, plans) >= 0;
+      is_free = wait_for_numbered(me, Phase::kRoutes, rank, epoch, word, plans) >= 0;
     } else {
-      is_free = wait_for(me, Phase::kRoutes, rank,
-                         signal_word(me.control_of[me.rank], layout, kReceived, rank),
-                         *static_cast<volatile std::uint64_t*>(&me.state->received));
+      is_free = wait_for_goal(me, Phase::kRoutes, rank, epoch,
+                              signal_word(me.control_of[me.rank], layout, kReceived, rank),
+                              *static_cast<volatile std::uint64_t*>(&me.state->received));
     }
   }
   if (__syncthreads_and(is_free)) {
@@ -440,6 +458,11 @@ void launch_count(const KernelContext& me, const PlanCount& arguments, const Pla
 }
 
 }  // namespace
+
+std::size_t plan_shared_bytes() {
+  return shared_bytes_of("plan", count_kernel<std::int64_t, NoRails>,
+                         kMaxHeldBytes + kMaxOtherBytes);
+}
 
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
                 int num_sms, std::uintptr_t stream, const Rails* rails) {

@@ -11,6 +11,7 @@
 // rows than there is room for.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "native/rail_layout.h"
@@ -158,6 +159,9 @@ struct PlanCount {
   TokenRoutes token_routes;
   RailRoutes rail_routes{};  // with several domains
 };
+
+// The most shared memory of a CTA of plan's kernels, in bytes; see common/launch.h.
+std::size_t plan_shared_bytes();
 
 // Queues `count`.  Collective.  `rails` are null unless there are several domains.
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,

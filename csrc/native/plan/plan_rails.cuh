@@ -77,7 +77,7 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
 // ranks of this domain.  `post(rank, source, column, value)`.  Called by all threads of one CTA;
 // false when the group has failed.
 template <typename Post>
-__device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std::uint64_t plans,
+__device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std::uint64_t epoch,
                                 Post&& post) {
   const RailLayout layout{me.control};
   const int domain = threadIdx.x, own = me.control.domain_of(me.rank);
@@ -87,9 +87,9 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std
   bool is_here = true;
   if (has_rail_peer(me, domain)) {
     is_here =
-        put(me, rails, Phase::kPlan, plans, kControlWindow, domain, layout.counts() + row(own),
+        put(me, rails, Phase::kPlan, epoch, kControlWindow, domain, layout.counts() + row(own),
             layout.sent_counts() + row(domain), num_counts * 8, kCountsPut) &&
-        wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans);
+        wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch);
   }
   if (!__syncthreads_and(is_here)) return false;
   const int first = own * layout.local_ranks();
@@ -108,7 +108,7 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std
 // those of the rail peers have come.  Called by all threads of the CTA that leaves last.
 __device__ inline void exchange_routes(const KernelContext& me, const Rails& rails,
                                        const PlanCount& plan, const PlanScratch& scratch,
-                                       std::uint64_t plans) {
+                                       std::uint64_t plans, std::uint64_t epoch) {
   const Control& layout = me.control;
   const RailLayout there{layout};
   const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
@@ -148,7 +148,7 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
       are_put = put(me, rails, Phase::kRoutes, plans, kControlWindow, domain, at, from, num_bytes,
                     signal);
     }
-    if (are_put && wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)) {
+    if (are_put && wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)) {
       fence_system();
       for (int place = 0; place < locals; ++place) {
         store_relaxed(signal_word(me.control_of[local_rank(me, place)], layout, kRoutesWritten,

@@ -131,10 +131,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
                     scratch.first_assignment[source], scratch.first_assignment[source + 1]};
     bool is_here = true;
     if (threadIdx.x == 0) {
-      is_here =
-          wait_for(me, Phase::kRoutes, source,
-                   signal_word(me.control_of[me.rank], layout, kRoutesWritten, source), plans) &&
-          !has_failed(me);
+      is_here = wait_for_goal(me, Phase::kRoutes, source, epoch,
+                              signal_word(me.control_of[me.rank], layout, kRoutesWritten, source),
+                              plans) &&
+                !has_failed(me);
     }
     if (!__syncthreads_and(is_here)) break;
     fetch(me, routes, rails, part, source, start,

@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
     } else if (warp == kWarps - 2) {
       const auto flag = [&](int source, int unit) { return added_flag(me, source, unit); };
       const auto needed = [&](int source) { return needed_units(me, job.routes, source); };
-      watch(me, Phase::kCombine, epoch, needed, flag, progress);
+      watch<NoRails>(me, Phase::kCombine, epoch, needed, flag, progress);
     } else if (warp == kWarps - 1) {
       track_completion<NoRails>(me, job, slice, tracker, [&](const Batch& batch) {
         publish_sent<NoRails>(me, job.routes, batch, epoch);
@@ -334,6 +334,9 @@ auto kernel_for(bool has_parts) {
     return has_parts ? combine_kernel<T, true, R> : combine_kernel<T, false, R>;
 }
 
+// Also with rings, whose bytes are `rings`.
+std::size_t shared_bytes(std::size_t rings) { return std::max(sizeof(AddUpRing) * kWarps, rings); }
+
 template <typename R>
 void launch_combine(const KernelContext& me, const Combine& arguments, int num_sms,
                     std::uintptr_t stream, const R& rails) {
@@ -342,17 +345,20 @@ void launch_combine(const KernelContext& me, const Combine& arguments, int num_s
                       : arguments.dtype == DType::kFloat16 ? kernel_for<__half, R>(has_parts)
                                                            : kernel_for<float, R>(has_parts);
   const RingShape shape = sending_ring_shape(arguments.row_bytes);
-  const int shared_bytes =
-      std::max(static_cast<int>(sizeof(AddUpRing)) * kWarps, shape.shared_bytes());
   const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
                                            arguments.row_bytes, me.control.num_domains);
   Combine job = arguments;
   job.round_tokens = me.control.round_tokens();
-  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize, shared_bytes, stream, me,
-                       job, shape, split, rails);
+  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
+                       shared_bytes(shape.shared_bytes()), stream, me, job, shape, split, rails);
 }
 
 }  // namespace
+
+std::size_t combine_shared_bytes() {
+  const auto kernel = kernel_for<__nv_bfloat16, NoRails>(true);
+  return shared_bytes_of("combine", kernel, shared_bytes(kRingBytes));
+}
 
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails) {

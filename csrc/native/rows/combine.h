@@ -29,6 +29,9 @@ struct Combine {
   int round_tokens = 0;  // at most; set by `combine`
 };
 
+// The most shared memory of a CTA of combine, in bytes; see common/launch.h.
+std::size_t combine_shared_bytes();
+
 // Queues the combine.  Collective.  `rails` are null unless there are several domains.
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails = nullptr);

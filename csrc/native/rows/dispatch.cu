@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
         return staged_flags<R>(me, me.rank, source) + phase;
       };
       const auto needed = [&](int source) { return needed_phases<R>(me, job, source); };
-      watch(me, Phase::kDispatch, epoch, needed, flag, progress);
+      watch<R>(me, Phase::kDispatch, epoch, needed, flag, progress);
       if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, calls % 2);
     } else if (has_ring) {
       ItemsOfWarp items{WorkCounter(me)};
@@ -330,6 +330,10 @@ void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num
 }
 
 }  // namespace
+
+std::size_t dispatch_shared_bytes() {
+  return shared_bytes_of("dispatch", dispatch_kernel<NoRails>, kRingBytes);
+}
 
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {

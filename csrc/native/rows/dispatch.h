@@ -27,6 +27,9 @@ struct Dispatch {
   int round_tokens = 0;      // at most; set by `dispatch`
 };
 
+// The most shared memory of a CTA of dispatch, in bytes; see common/launch.h.
+std::size_t dispatch_shared_bytes();
+
 // Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails = nullptr);

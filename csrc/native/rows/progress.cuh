@@ -27,70 +27,112 @@ struct Progress {
   }
 };
 
-// Polls for all units of all sources.  Called by one warp, which has a group of sources at a time,
-// one in each lane.
+// Polls for all units of all sources, of one domain.  Called by one warp.
 //
 //   needed_of(source)   its units
 //   flag(source, i)     where the flag of its unit i is
 template <typename Needed, typename Flag>
-__device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch, Needed&& needed_of,
-                      Flag&& flag, Progress& progress) {
-  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
-  const int num_groups = (num_ranks + kWarpSize - 1) / kWarpSize, own_group = me.rank / kWarpSize;
-  int group = own_group, at = me.rank % kWarpSize;  // the source that is polled
-  int found = 0, needed = 0;
-  const auto begin_group = [&] {
-    const int mine = group * kWarpSize + lane;
-    found = mine < num_ranks ? look(&progress.units[mine]) : 0;
-    needed = mine < num_ranks ? needed_of(mine) : 0;
-  };
-  begin_group();
+__device__ void watch_units(const KernelContext& me, Phase phase, std::uint64_t epoch,
+                            Needed&& needed_of, Flag&& flag, Progress& progress) {
+  const int lane = threadIdx.x % kWarpSize;
+  const bool is_source = lane < me.control.num_ranks;
+  const int needed = is_source ? needed_of(lane) : 0;
+  int source = me.rank, found = 0;  // the source that is polled, and the units of each lane's
   Deadline deadline;
   bool sees_nothing = false;
-  int turns = 0, num_complete = 0;  // groups that were complete, one after the other
-  for (;;) {
+  for (int turns = 0;;) {
     const std::uint32_t missing = __ballot_sync(~0u, found < needed);
-    bool ends_turn = missing == 0;
-    if (missing == 0) {
-      if (++num_complete == num_groups) break;
-    } else {
-      num_complete = 0;
-      do {
-        at = (at + 1) % kWarpSize;
-      } while (!(missing >> at & 1));
-      const int source = group * kWarpSize + at;
-      const int start = __shfl_sync(~0u, found, at), unit = start + lane;
-      const int end = __shfl_sync(~0u, needed, at);
-      const bool is_here = unit < end && load_relaxed(flag(source, unit)) >= epoch;
-      const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
-      const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
-      if (count > 0) {
-        fence_system();
-        __syncwarp();
-        __threadfence_block();  // lane 0 also publishes what other lanes have seen
-        if (lane == at) found += count;
-        if (lane == 0) show(&progress.units[source], start + count);
-        deadline = {};
-      } else if (__any_sync(~0u, deadline.has_passed(me, phase, source, epoch))) {
-        break;
-      }
-      sees_nothing = sees_nothing && count == 0;
-      ends_turn = ++turns % __popc(missing) == 0;
-    }
-    if (!ends_turn) continue;
-    if (num_groups > 1) {
-      group = (group + 1) % num_groups;
+    if (missing == 0) break;
+    do {
+      source = (source + 1) % kWarpSize;
+    } while (!(missing >> source & 1));
+    const int start = __shfl_sync(~0u, found, source), unit = start + lane;
+    const int end = __shfl_sync(~0u, needed, source);
+    const bool is_here = unit < end && load_relaxed(flag(source, unit)) >= epoch;
+    const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
+    const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
+    if (count > 0) {
+      fence_system();
       __syncwarp();
-      begin_group();
+      __threadfence_block();  // lane 0 also publishes what other lanes have seen
+      if (lane == source) found += count;
+      if (lane == 0) show(&progress.units[source], start + count);
+      deadline = {};
+    } else if (__any_sync(~0u, deadline.has_passed(me, phase, source, epoch))) {
+      break;
     }
-    if (group == own_group) {
-      if (sees_nothing) __nanosleep(kWatchPauseNs);
-      sees_nothing = true;
+    sees_nothing = sees_nothing && count == 0;
+    if (++turns % __popc(missing) != 0) continue;
+    if (sees_nothing) __nanosleep(kWatchPauseNs);
+    sees_nothing = true;
+  }
+}
+
+// The same with several domains, where there are many sources, with few units each: a lane looks at
+// the next unit of each of its sources, and one fence is for all that have come.
+template <typename Needed, typename Flag>
+__device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_t epoch,
+                              Needed&& needed_of, Flag&& flag, Progress& progress) {
+  constexpr int kAtOnce = 4;  // loads in flight
+  __shared__ std::uint16_t needed[kMaxRanks];
+  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
+  for (int source = lane; source < num_ranks; source += kWarpSize) {
+    needed[source] = static_cast<std::uint16_t>(needed_of(source));
+  }
+  for (Deadline deadline;;) {
+    int missing = -1;  // a source of this lane
+    bool sees_nothing = true;
+    for (int first = lane; first - lane < num_ranks; first += kAtOnce * kWarpSize) {
+      int found[kAtOnce] = {};
+      bool is_missing[kAtOnce] = {}, is_here = false;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int source = first + i * kWarpSize;
+        if (source < num_ranks) found[i] = look(&progress.units[source]);
+        is_missing[i] = source < num_ranks && found[i] < needed[source];
+      }
+      std::uint64_t epochs[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (is_missing[i]) epochs[i] = load_relaxed(flag(first + i * kWarpSize, found[i]));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (is_missing[i]) missing = first + i * kWarpSize;
+        is_missing[i] = is_missing[i] && epochs[i] >= epoch;  // no longer
+        is_here = is_here || is_missing[i];
+      }
+      if (!__any_sync(~0u, is_here)) continue;
+      sees_nothing = false;
+      fence_system();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (is_missing[i]) show(&progress.units[first + i * kWarpSize], found[i] + 1);
+      }
     }
+    const std::uint32_t waiting = __ballot_sync(~0u, missing >= 0);
+    if (waiting == 0) break;
+    if (sees_nothing) {
+      const int peer = __shfl_sync(~0u, missing, __ffs(waiting) - 1);
+      if (__any_sync(~0u, deadline.has_passed(me, phase, peer, epoch))) break;
+      __nanosleep(kWatchPauseNs);
+    } else {
+      deadline = {};
+    }
+  }
+}
+
+template <typename R, typename Needed, typename Flag>
+__device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch, Needed&& needed_of,
+                      Flag&& flag, Progress& progress) {
+  if constexpr (R::kAreThere) {
+    watch_sources(me, phase, epoch, needed_of, flag, progress);
+  } else {
+    watch_units(me, phase, epoch, needed_of, flag, progress);
   }
   __threadfence_block();
   __syncwarp();
-  if (lane == 0) show(&progress.is_over, 1);
+  if (threadIdx.x % kWarpSize == 0) show(&progress.is_over, 1);
 }
 
 // The part of a Progress that one other warp has seen.

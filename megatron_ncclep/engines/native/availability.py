@@ -77,6 +77,9 @@ def _own_problem(
             f"pip install '{search.nccl_package()}>={oldest}'"
         )
     native = extension.load()
+    with torch.cuda.device(group.device):
+        if problem := native.native_device_problem():
+            return f"{gpu.name} (compute capability {capability[0]}.{capability[1]}): {problem}"
     if group.size > native.MAX_RANKS:
         return f"it takes at most {native.MAX_RANKS} ranks, the group has {group.size}"
     if num_experts is not None and num_experts > group.size * native.MAX_LOCAL_EXPERTS:

@@ -99,7 +99,9 @@ class NativeEngine(HostProtocol):
         stream = self.streams.keep(topk_idx)
         # Everything is queued before the host knows how much arrives; it is rarely more than
         # expected.
-        handle = self._native.plan(
+        handle = self._shared.queue(
+            "plan",
+            self._native.plan,
             topk_idx=topk_idx.contiguous(),
             most_tokens=capacity.most_tokens,
             number=call.number,
@@ -158,7 +160,9 @@ class NativeEngine(HostProtocol):
             if memory.problem is not None:  # the other ranks have moved on
                 self._shared.refuse("plan", memory.problem)
             plan.routes = memory.buffers
-            native.plan_receive(
+            self._shared.queue(
+                "plan",
+                native.plan_receive,
                 plan=plan.handle,
                 routes=plan.routes,
                 max_pairs=sizes.num_pairs,
@@ -175,7 +179,9 @@ class NativeEngine(HostProtocol):
         call = self._begin_rows("dispatch", plan, x, w, DispatchBuffers.allocate)
         self._describe(call.row_bytes, call.plan.top_k)
         buffers = call.buffers
-        self._native.dispatch(
+        self._shared.queue(
+            "dispatch",
+            self._native.dispatch,
             plan=call.plan.handle,
             x=buffers.x,
             w=buffers.w,
@@ -193,7 +199,9 @@ class NativeEngine(HostProtocol):
         call = self._begin_rows("combine", plan, y, w, self._combine_buffers)
         self._describe(call.row_bytes, call.plan.top_k)
         buffers = call.buffers
-        self._native.combine(
+        self._shared.queue(
+            "combine",
+            self._native.combine,
             plan=call.plan.handle,
             y=buffers.y,
             w=buffers.w,

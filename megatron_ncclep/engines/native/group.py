@@ -9,11 +9,12 @@ no host has checked; the group remains usable after those.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
+from megatron_ncclep.errors import EpError, InputError, LibraryError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
@@ -24,6 +25,7 @@ from megatron_ncclep.ranks.nodes import Nodes
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
+_Result = TypeVar("_Result")
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
 # After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
@@ -133,6 +135,30 @@ class NativeGroup:
             raise RefusedError(refusal)
         raise InputError(refusal)
 
+    def queue(self, phase: str, step: Callable[..., _Result], **arguments: Any) -> _Result:
+        """Call `step`, which queues kernels; if it fails, the other ranks hear why.
+
+        Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
+        wait for it until their deadline.
+
+        Args:
+            phase: as in `refuse`.
+            step: of the extension, with these arguments.
+
+        Raises:
+            LibraryError: it failed, and there are no other ranks.
+            RefusedError: it failed, and all ranks raise this.
+        """
+        try:
+            return step(**arguments)
+        except LibraryError as error:
+            if self.group.size == 1:
+                raise
+            try:
+                self.refuse(phase, str(error))
+            except LibraryError:  # the device takes nothing more; their late waits end with this
+                raise RefusedError(str(self._refusal)) from error
+
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure on the device."""
         me, peer, phase = self.group.rank, failure.peer, failure.phase
@@ -157,9 +183,13 @@ class NativeGroup:
                 "it has entered the call, but its data has not come: it waits for another rank "
                 "itself, or the links or the network between the two have failed"
             )
+        who = f"rank {peer}"
+        if peer == me:
+            who = "parts of its own kernel"
+            why = "other work, such as kernels of another group, keeps them from the GPU's SMs"
         lost = self.group.lost(0) or why
         return PeerError(
-            f"rank {me} of {self.group.size}: rank {peer} did not come in {phase}, operation "
+            f"rank {me} of {self.group.size}: {who} did not come in {phase}, operation "
             f"{failure.operation} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at "
             "the other ranks' output. What this group has returned since is NaN"
         )

@@ -19,6 +19,7 @@ from megatron_ncclep.engines.native.buffers import aligned, try_allocate
 from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
+from megatron_ncclep.ranks.group import groups_with_low_latency
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
@@ -76,10 +77,9 @@ class NativeLowLatency:
             raise
         # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
         # have sent: all must get an SM.  As long as NCCL's SMs are left free, an ordinary launch
-        # ensures that.  The group's own kernels run one after the other, and others end by
-        # themselves, except for those of another NativeGroup.  If these hold SMs in a circular wait
-        # with this combine, a cooperative launch, which waits until all of its CTAs fit, would be
-        # part of that circle too.
+        # ensures that: the group's own kernels run one after the other, and others end by
+        # themselves, except for those of other groups, with which this one shares the SMs.  One
+        # order for all groups would not do instead: two GPUs may queue them in different orders.
         most = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
         self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
         self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
@@ -97,6 +97,7 @@ class NativeLowLatency:
         )
         # Tensors that kernels in flight, or second halves still to come, read.
         self._arguments: _Arguments = {}
+        group.num_low_latency += 1
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
@@ -127,7 +128,9 @@ class NativeLowLatency:
             }
 
         arguments = self._allocated("dispatch", allocate)
-        self._native.dispatch(
+        self._shared.queue(
+            "low-latency dispatch",
+            self._native.dispatch,
             **arguments,
             counts=self._counts,
             completes=completes,
@@ -140,7 +143,12 @@ class NativeLowLatency:
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
         stream = self._streams.keep(*self._arguments.values())
-        self._native.complete_dispatch(counts=self._counts, stream=stream)
+        self._shared.queue(
+            "low-latency dispatch",
+            self._native.complete_dispatch,
+            counts=self._counts,
+            stream=stream,
+        )
         self._arguments = {}
         return self._received
 
@@ -159,7 +167,9 @@ class NativeLowLatency:
                 "out": out,
             },
         )
-        self._native.combine(
+        self._shared.queue(
+            "low-latency combine",
+            self._native.combine,
             **arguments,
             sends=True,
             completes=completes,
@@ -173,7 +183,9 @@ class NativeLowLatency:
         """See `LowLatencyCalls.complete_combine`."""
         out = self._arguments["out"]
         assert out is not None  # send_combine has made it
-        self._native.combine(
+        self._shared.queue(
+            "low-latency combine",
+            self._native.combine,
             **self._arguments,
             sends=False,
             completes=True,
@@ -186,6 +198,7 @@ class NativeLowLatency:
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
         self._native.close()
+        self._group.num_low_latency -= 1
         self._group.release("communicator", self._group.deadline_s(self._config))
 
     def abort(self) -> None:
@@ -215,9 +228,13 @@ class NativeLowLatency:
         return max(self._num_tokens, -(-self._sizes.max_tokens // LEAST_SHARE))
 
     def _num_ctas(self, num_tokens: int, itemsize: int) -> int:
-        """CTAs for `num_tokens` tokens; all of them fit on the GPU at once, as combine needs."""
+        """CTAs for `num_tokens` tokens.
+
+        All of them fit on the GPU at once, as combine needs, beside those of all other groups.
+        """
         pieces = num_tokens * -(-self._sizes.hidden * itemsize // PIECE_BYTES)
-        return min(self._most_ctas, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
+        most = self._most_ctas // groups_with_low_latency()
+        return min(most, max(LEAST_CTAS, -(-pieces // PIECES_PER_CTA)))
 
     def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """The window's memory as a tensor, without a copy."""

@@ -161,6 +161,8 @@ class LowLatencySteps : public Sequence {
     require(phase == (steps_[number].is_combine ? Phase::kLowLatencyCombine
                                                 : Phase::kLowLatencyDispatch),
             "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
+    require(mailbox.failed_epoch == sizes.starts.low_latency + steps_[number].round + 1,
+            "failure: rank ", rank, " names operation ", mailbox.failed_epoch);
     require(reason == Reason::kLate || (how == Failing::kRefuses && reason == Reason::kRefused),
             "failure: rank ", rank, " does not say that it waited");
   }

@@ -3,11 +3,11 @@
 # Kind, ranks, number.
 CASES = (
     ("probes", 2, 12), ("probes", 4, 12), ("probes", 6, 12), ("rails-plans", 2, 6),
-    ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-many", 33, 2), ("rails-failures", 2, 6),
-    ("rails-rows", 2, 4), ("rails-rows", 4, 2), ("rails-dispatches", 6, 2),
-    ("rails-combines", 4, 1), ("rails-combines", 6, 1), ("rails-failures", 4, 3),
-    ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10), ("rails-ll", 4, 8),
-    ("rails-ll", 6, 4), ("rails-ll-many", 33, 2), ("rails-ll-failures", 2, 8),
+    ("rails-plans", 4, 4), ("rails-plans", 6, 3), ("rails-many", 33, 1), ("rails-failures", 2, 6),
+    ("rails-rows", 2, 4), ("rails-rows", 4, 3), ("rails-rows", 6, 1), ("rails-dispatches", 4, 2),
+    ("rails-dispatches", 6, 1), ("rails-combines", 4, 2), ("rails-combines", 6, 1),
+    ("rails-failures", 4, 5), ("rails-calls", 4, 4), ("rails-late", 4, 3), ("rails-ll", 2, 10),
+    ("rails-ll", 4, 8), ("rails-ll", 6, 4), ("rails-ll-many", 36, 1), ("rails-ll-failures", 2, 8),
     ("rails-ll-failures", 4, 6),
     # Queues with few places, and a direction in which nothing gets any further.
     ("short-probes", 4, 6), ("short-rails-plans", 4, 3), ("short-rails-rows", 4, 2),
@@ -27,21 +27,21 @@ MISTAKES = {
         "probes", 2, "probe: "),
     "rails: counts are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "«wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, plans)»;",
+        "«wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 2, "plan: "),
     "rails: routes are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "are_put && «wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, plans)»)",
+        "are_put && «wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)»)",
         "true",
         "rails-plans", 2, "."),
     "rails: routes are written while the last ones are put": (
         "native/plan/plan.cu",
-        "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, word, plans) >= 0»;",
+        "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, epoch, word, plans) >= 0»;",
         "true",
         "rails-plans", 2, "."),
     "rails: who passes routes on does not pass on what it has seen": (
-        "native/plan/plan_rails.cuh", "plans)) {\n      «fence_system();»", "",
+        "native/plan/plan_rails.cuh", "epoch)) {\n      «fence_system();»", "",
         "rails-plans", 4, "plan: "),
     "rails: counts of dropped assignments are passed on before they have come": (
         "native/plan/overflow.cu",
@@ -111,8 +111,23 @@ MISTAKES = {
         "true",
         "rails-ll", 2, "ll combine: "),
     "rails: LL: a source's word is given when one CTA has passed its tokens on": (
-        "native/low_latency/rail_tokens.cuh", "if («passed == 0») return 0;", "false",
+        "native/low_latency/rail_tokens.cuh",
+        "mine = «count_in(ll.state->passed_on + domain, kSentCta + has_failed * kSentFailed,"
+        " gridDim.x)»;", "kSentCta",
+        "rails-ll", 4, "."),
+    "rails: LL: who gives the words has not seen what other CTAs sent on": (
+        "native/low_latency/rail_tokens.cuh", "if (mine != 0) fence_system();", "",
         "rails-ll", 4, "ll "),
+    "rails: LL: places are counted from the first token of a batch": (
+        "native/low_latency/rail_tokens.cuh",
+        "places.place(rank, token) - «places.place(rank, first[domain_of[token]])»", "0",
+        "rails-ll", 6, "."),
+    "rails: LL: places that had rows keep their experts": (
+        "native/low_latency/dispatch.cu", "window.max_tokens - «begin»;", "0",
+        "rails-ll", 2, "ll dispatch: experts"),
+    "rails: LL: rows are counted from the first rank's in each group of 32": (
+        "native/low_latency/combine.cu", "kGroups == 1 ? 0 : «before(groups_up_to_, row)»;", "0",
+        "rails-ll-many", 36, "."),
     "rails: LL: the last message is taken for this one": (
         "native/low_latency/dispatch.cu", "rail_signals[kTokensPut]) + «1»", "0",
         "rails-ll", 2, "."),
@@ -160,14 +175,26 @@ MISTAKES = {
         "native/plan/chunks.cuh", "sum_to_here = «sum» + warp_scan", "0",
         "rails-many", 33, "plan: "),
     "many ranks: only a warp's lanes of sources are watched": (
-        "native/rows/progress.cuh", "group = «(group + 1) % num_groups»;", "group",
-        "rails-many", 33, "dispatch: "),
+        "native/rows/progress.cuh", "source = lane; source < «num_ranks»; source", "kWarpSize",
+        "rails-many", 33, "."),
+    "rails: more phases are taken for seen than are": (
+        "native/rows/progress.cuh", "is_missing[i] && epochs[i] >= «epoch»;", "epoch - 1",
+        "rails-dispatches", 2, "dispatch: "),
+    "rails: rows are loaded before their flag is seen": (
+        "native/rows/progress.cuh", "sees_nothing = false;\n      «fence_system();»", "",
+        "rails-dispatches", 2, "dispatch: "),
+    "rails: an entry is compared before it has come": (
+        "native/device/call_barrier.cuh", "if («!is_entry_of(entries[i], number)»)", "false",
+        "rails-plans", 4, "a wait was in vain"),
+    "rails: slots of all ranks but a warp's lanes are counted anew": (
+        "native/plan/plan.cu", "slot += R::kAreThere ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
+        "rails-many", 33, "plan: "),
     "rounds: weights lie where rows of a round do": (
         "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
-        "rails-dispatches", 4, "dispatch: weight", 106),
+        "rails-dispatches", 4, "dispatch: weight"),
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «round.begin / kChunk»]", "0",
-        "rails-dispatches", 4, ".", 106),
+        "rails-dispatches", 4, "."),
     "rounds: tokens of later ones are summed, too": (
         "native/rows/domain_sums.cuh", "end = «min(round_.end, job_.num_tokens)»;",
         "job_.num_tokens",

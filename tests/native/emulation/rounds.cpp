@@ -1,11 +1,13 @@
 // Random sequences of steps on the emulator, compared with an oracle.
 //
 //   rounds KIND RANKS SEED NUMBER [CHANGE]
+//   rounds paths RANKS 0 DOMAINS
 //
 // Runs NUMBER sequences of a KIND (sequence.h) with RANKS ranks, from SEED on, with a change to the
 // kernels in force, if any.  Counters start at 0 where SEED is even, and wrap where it is odd.
 // Ranks go through a sequence at their own pace: they wait only for what the kernels make them wait
-// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.
+// for.  The last line is "OK ..." or "FAILED: ..."; the exit status says the same.  The other form
+// prints how long the kernels' paths are on a rank of so many (paths.cpp).
 //
 // With a failure, one rank, the victim, stops before one of its kernels, also between the rounds of
 // a call, for good or until the others have given up; or refuses the call; or makes other calls
@@ -310,6 +312,7 @@ int main(int argc, char** argv) {
   const std::string kind = is_short ? name.substr(prefix.size()) : name;
   const int ranks = std::atoi(argv[2]), first = std::atoi(argv[3]), number = std::atoi(argv[4]);
   if (argc > 5) emu::change_in_force = std::atoi(argv[5]);
+  if (kind == "paths") return print_paths(ranks, number), 0;
   for (int seed = first; seed < first + number; ++seed) {
     std::printf("%s, %d ranks, seed %d\n", name.c_str(), ranks, seed);
     std::fflush(stdout);

@@ -116,10 +116,6 @@ MISTAKES = {
     "rails: LL: scales are not passed on": (
         "native/low_latency/rail_tokens.cuh", "to_scales[s] = __ldcg(scales + s);", "",
         "rails-ll", 4, "ll dispatch: scales"),
-    "rails: LL: tokens of all domains are counted as one's": (
-        "native/low_latency/rail_tokens.cuh", "«ll.state->passed_on + domain»",
-        "ll.state->passed_on",
-        "rails-ll", 6, "."),
     "bad routings of the plans before are forgotten": (
         "native/plan/plan.cu", "me.mailbox->bad_ranks.words[lane] |= bad;",
         "me.mailbox->bad_ranks.words[lane] = bad;",

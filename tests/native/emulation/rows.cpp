@@ -343,9 +343,11 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
           : step.kind == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
-  const bool is_in_step = states[rank].epoch == mailbox.failed_epoch;
-  require(step.kind == Step::kPlan || is_in_step, "failure: rank ", rank, " names operation ",
-          mailbox.failed_epoch);
+  // Each kernel is an operation, the last perhaps not over.  A plan's errors named the plan, or
+  // what a barrier counts.
+  const std::uint64_t kernels = step.kind == Step::kPlan ? 3 : 1;
+  require(states[rank].epoch + 1 - mailbox.failed_epoch <= kernels, "failure: rank ", rank,
+          " names operation ", mailbox.failed_epoch, " after ", states[rank].epoch);
   if (how == Failing::kRefuses) {
     require(reason == Reason::kRefused && mailbox.failed_peer == victim, "failure: rank ", rank,
             " does not say that rank ", victim, " refused");

@@ -124,3 +124,6 @@ std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
 // A number of domains, at least 2.
 int draw_domains(int ranks);
 std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts);
+
+// No sequences, but how long the paths of kernels are on a rank of a group (paths.cpp).
+void print_paths(int ranks, int domains);

@@ -9,7 +9,10 @@ using cudaEvent_t = struct CUevent_st*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 constexpr unsigned int cudaHostAllocMapped = 2, cudaEventDisableTiming = 2,
                        cudaStreamNonBlocking = 1;
@@ -42,7 +45,8 @@ inline cudaError_t cudaSetDevice(int) { return standin::result(); }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
   return *stream = nullptr, standin::result();
 }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return standin::result(); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return standin::result(); }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = 132, standin::result();
 }

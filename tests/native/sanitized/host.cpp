@@ -235,6 +235,26 @@ void sizes() {
   must_fail("rank 1 in plan", [&] { must(ncclepGroupBegin(o.group, 60, nullptr, nullptr)); });
 }
 
+// Of a rank that is late it was said that it had entered the call, whichever it had entered.
+void late_ranks() {
+  struct Case {
+    std::uint64_t own_call, peer_call, said;
+    ncclepReason_t reason;
+  };
+  for (const Case& each : {Case{0, 0, 0, ncclepReasonLate}, Case{7, 0, 0, ncclepReasonLate},
+                           Case{7, 7, 7, ncclepReasonLate}, Case{0, 7, 0, ncclepReasonLate},
+                           Case{7, 9, 9, ncclepReasonDiffers}}) {
+    Objects o;
+    o.make();
+    standin::plans = {kRows, 1, 2, 0, 0, true, each.own_call, each.peer_call};
+    o.make_plan();
+    ncclepFailure_t failure = NCCLEP_FAILURE_INIT;
+    must(ncclepGroupGetFailure(o.group, &failure));
+    REQUIRE(failure.reason == each.reason && failure.peer == 1);
+    REQUIRE(failure.own_call == each.own_call && failure.peer_call == each.said);
+  }
+}
+
 // Windows grow on all ranks or on none, and not while a graph holds them.
 void growth() {
   Objects o;
@@ -257,6 +277,33 @@ void growth() {
   o.make_plan(kRows);
   standin::capture(0);
   must_fail("its windows cannot grow: a CUDA graph", grow);
+}
+
+// Windows grow and close when this rank's calls are over, whatever else the device does: they
+// waited for all of it, such as another group's kernels, which may wait for a rank that waits here;
+// and without a deadline.
+void waiting() {
+  Objects o;
+  o.make();
+  standin::hold(kOther);
+  o.reserve(200);
+  o.make_plan(kRows);
+  must(ncclepLowLatencyDestroy(std::exchange(o.low_latency, nullptr)));
+  REQUIRE(standin::is_held(kOther));
+  must(ncclepGroupBegin(o.group, 0.04, nullptr, nullptr));
+  standin::hold(kStream);
+  o.make_plan(kRows);
+  const std::string text = "its windows: its earlier calls were not over on the device within ";
+  must_fail("leaving " + text + "0.02 s", [&] { o.reserve(400); });
+  REQUIRE(o.info().num_bytes == 0);
+  standin::release_at_query(3);
+  o.reserve(400);
+  // The longest deadline of a call counts: 1 s, with which the group was made.
+  standin::hold(kStream);
+  o.make_plan(kRows);
+  must_fail("4 closing " + text + "1 s", [&] { must(ncclepGroupDestroy(o.group)); });
+  REQUIRE(o.info().max_tokens == 512);
+  standin::release();
 }
 
 // What is wrong with single values is a result with a text.
@@ -289,6 +336,12 @@ void results() {
   of_group.num_experts = 3;
   must_fail("1 3 experts: from 1 to 4096, and a multiple of the 2 ranks",
             [&] { must(ncclepGroupCreate(&group, comm, &of_group)); });
+  // The first dispatch failed, on every rank, on a GPU for which `auto` had chosen the engine.
+  of_group.num_experts = 4;
+  standin::shared_bytes = 133;
+  must_fail(
+      "the kernel of plan needs up to 133 bytes of shared memory in a CTA, and the GPU offers 132",
+      [&] { must(ncclepGroupCreate(&group, comm, &of_group)); });
   must(ncclepCommDestroy(comm));
   must_fail("1 the native group was closed, or is NULL", [] { must(ncclepGroupDestroy(nullptr)); });
 }
@@ -373,7 +426,8 @@ void arguments() {
 
 int main(int num_words, char** words) {
   const std::map<std::string, void (*)()> cases = {
-      {"failures", failures}, {"order", order},         {"sizes", sizes},    {"growth", growth},
+      {"failures", failures}, {"order", order},         {"sizes", sizes},
+      {"late", late_ranks},   {"growth", growth},       {"waiting", waiting},
       {"results", results},   {"arguments", arguments}, {"domains", domains}};
   nccl_path = words[2];
   if (num_words > 3) emu::mistake = std::atoi(words[3]);

@@ -14,6 +14,7 @@
 extern "C" int fake_num_open_windows();
 
 standin::Plans standin::plans;
+std::size_t standin::shared_bytes = 100;
 standin::Launched standin::launched;
 
 namespace ncclep::native {
@@ -35,6 +36,10 @@ void note_rows(const KernelContext& me, int num_phases, const Rails* rails) {
 
 }  // namespace
 
+std::size_t plan_shared_bytes() { return standin::shared_bytes; }
+std::size_t dispatch_shared_bytes() { return standin::shared_bytes; }
+std::size_t combine_shared_bytes() { return standin::shared_bytes; }
+
 void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch&, int,
                 std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
@@ -48,6 +53,8 @@ void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch
                      plan = standin::plans](bool is_late) {
     if (plan.fail && is_late == (plan.late_words != 0)) {
       mailbox.failed_peer = 1;
+      mailbox.failed_calls[0] = plan.own_call;
+      mailbox.failed_calls[1] = plan.peer_call;
       mailbox.failed_reason = static_cast<std::uint32_t>(Reason::kLate);
       mailbox.failed_phase = static_cast<std::uint32_t>(Phase::kPlan);
     }

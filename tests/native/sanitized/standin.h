@@ -42,9 +42,13 @@ void release_at_query(int n);
 // each of the four, and then for each expert of the rank.  `bad_rank` is 1 + the rank, or 0.
 struct Plans {
   std::uint32_t rows = 2, pairs = 1, assignments = 2, bad_rank = 0, late_words = 0;
-  bool fail = false;  // the deadline of a wait passes
+  bool fail = false;  // the deadline of a wait passes, for rank 1, which has entered `peer_call`
+  std::uint64_t own_call = 0, peer_call = 0;
 };
 extern Plans plans;
+
+// What each kernel needs; the GPU has 132, and as many SMs.
+extern std::size_t shared_bytes;
 
 // What kernels got with several NVLink domains.
 struct Launched {

@@ -60,6 +60,7 @@ inline void __syncwarp() {
   emu::maybe_yield();
 }
 inline void fence(emu::Scope scope) {
+  emu::take_step(true);
   emu::acquire(scope);
   emu::release(scope);
   emu::maybe_yield();

@@ -61,6 +61,7 @@ struct BulkLoad {
 std::vector<BulkLoad> bulk_loads;
 long steps, last_progress, jumps;
 std::uint64_t clock_ns = kJump, num_readings = 0;
+Path longest;
 
 struct Delay {
   int cta = -1;
@@ -99,6 +100,7 @@ void begin() {
   if (fiber.cta != nullptr) begin_thread();
   fiber.body();
   if (fiber.cta != nullptr) {
+    longest = {std::max(longest.steps, fiber.time), std::max(longest.fences, fiber.fences)};
     EMU_REQUIRE(fiber.open_stores.empty());
     for (const Copies& group : fiber.stores) {
       for (const Copy& copy : group) {
@@ -129,6 +131,15 @@ __attribute__((noinline)) void resume(Fiber* fiber) {
   setcontext(&context);
 }
 
+// Hosts come last: they only wait.
+std::size_t first_in_time() {
+  const auto is_before = [](const Fiber* one, const Fiber* other) {
+    if ((one->cta == nullptr) != (other->cta == nullptr)) return one->cta != nullptr;
+    return one->time < other->time;
+  };
+  return std::min_element(runnable.begin(), runnable.end(), is_before) - runnable.begin();
+}
+
 Fiber* make(std::function<void()> body, int rank) {
   auto* fiber = new Fiber;
   fiber->body = std::move(body);
@@ -143,6 +154,7 @@ Fiber* make(std::function<void()> body, int rank) {
 }  // namespace
 
 unsigned draw(unsigned bound) {
+  if (is_measuring) return 0;
   std::uint64_t mixed = generator += 0x9e3779b97f4a7c15u;
   mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
   mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
@@ -176,6 +188,7 @@ void fail(const std::string& text) {
 
 bool Barrier::wait(bool vote) {
   all_ = all_ && vote;
+  time_ = std::max(time_, running->time + 1);
   if (++arrived_ < size_) {
     waiting_.push_back(running);
     suspend();
@@ -184,6 +197,8 @@ bool Barrier::wait(bool vote) {
   result_ = all_;
   all_ = true;
   arrived_ = 0;
+  for (Fiber* fiber : waiting_) fiber->time = time_;
+  running->time = time_;
   runnable.insert(runnable.end(), waiting_.begin(), waiting_.end());
   waiting_.clear();
   return result_;
@@ -294,8 +309,8 @@ void run(int num_ranks, const std::function<void(int)>& host) {
     if (!bulk_loads.empty() && draw(4000) == 0) {
       finish_load(bulk_loads.begin() + draw(bulk_loads.size()));
     }
-    if (network != nullptr && draw(100) == 0) network->get_further();
-    const std::size_t place = draw(runnable.size());
+    if (network != nullptr && !is_measuring && draw(100) == 0) network->get_further();
+    const std::size_t place = is_measuring ? first_in_time() : draw(runnable.size());
     Fiber* fiber = runnable[place];
     if (mood.holds_back(*fiber) && draw(1000) != 0) continue;
     if (fiber->not_before > clock_ns) continue;
@@ -311,18 +326,31 @@ void run(int num_ranks, const std::function<void(int)>& host) {
   }
 }
 
+Path measure(const std::function<void()>& queue) {
+  is_measuring = true;
+  habits = {100, 0};  // others could come in between at any time
+  longest = {};
+  run(1, [&queue](int rank) {
+    queue();
+    synchronize(rank);
+  });
+  is_measuring = false;
+  return longest;
+}
+
+void take_step(bool is_fence) {
+  if (!is_measuring || !is_in_kernel()) return;
+  ++running->time;
+  running->fences += is_fence;
+}
+
 char* dynamic_shared() {
   const auto address = reinterpret_cast<std::uintptr_t>(self().cta->dynamic.data());
   return self().cta->dynamic.data() + (kSharedAlignment - address % kSharedAlignment);
 }
 
 char* static_shared(int declaration, std::size_t bytes) {
-  std::unique_ptr<char[]>& memory = self().cta->statics[declaration];
-  if (memory == nullptr) {
-    memory.reset(new char[bytes]);
-    std::memset(memory.get(), 0xcd, bytes);
-  }
-  return memory.get();
+  return self().cta->statics.try_emplace(declaration, bytes, '\xcd').first->second.data();
 }
 
 void warp_barrier() {
@@ -353,6 +381,7 @@ const long* exchange(long value) {
 void start_load(void* shared, const void* global, int bytes, std::uint64_t* full) {
   char* to = static_cast<char*>(shared);
   require_fenced(to, bytes);
+  take_step();
   EMU_REQUIRE(find_load(full) == bulk_loads.end());
   Copy load{to, static_cast<const char*>(global), bytes, self().view.seen_by_bulk, false, true};
   if (draw(2) == 0) load.do_read();

@@ -7,6 +7,8 @@
 // them.  The clock stands still as long as anybody gets any further, and jumps when nobody does.
 //
 // In which order memory accesses become visible: visibility.h.
+//
+// Instead of drawing, it can also measure how long the paths of a kernel are: `measure`.
 #pragma once
 
 #include <ucontext.h>
@@ -66,6 +68,7 @@ class Barrier {
  private:
   int size_, arrived_ = 0;
   bool all_ = true, result_ = true;
+  long time_ = 0;  // of the last one that has come
   std::vector<Fiber*> waiting_;
 };
 
@@ -78,8 +81,8 @@ struct Warp {
 
 struct Cta {
   int rank, index, grid;
-  std::vector<char> dynamic;                       // shared memory, aligned by `dynamic_shared`
-  std::map<int, std::unique_ptr<char[]>> statics;  // by declaration
+  std::vector<char> dynamic;                 // shared memory, aligned by `dynamic_shared`
+  std::map<int, std::vector<char>> statics;  // by declaration
   Barrier barrier;
   std::vector<Warp> warps;
   std::vector<Fiber*> fibers;     // those that run
@@ -111,6 +114,7 @@ struct Fiber {
   std::vector<Copies> stores, loads;
   Copies open_stores, open_loads;
   std::uint64_t not_before = 0;  // on the clock
+  long time = 0, fences = 0;     // `measure`
   unsigned num_exchanges = 0;    // with its warp
   View view;
 
@@ -162,6 +166,22 @@ inline Network* network = nullptr;
 void run_as(Fiber& fiber, const std::function<void()>& body);
 // Runs a host on each rank, and what they launch, to the end.
 void run(int num_ranks, const std::function<void(int rank)>& host);
+
+// --- the lengths of paths ------------------------------------------------------------------------
+
+// Of the thread whose path is the longest, and of the one with the most fences.
+struct Path {
+  long steps, fences;
+};
+// What `queue` launches on rank 0, which is alone.  A thread takes a step with each access to
+// memory that others use too, each exchange with its warp, barrier and fence; who waits goes on
+// when the last one has come.  Nothing is drawn: at any time the thread with the fewest steps runs,
+// copies take a step, and what is put gets nowhere.
+Path measure(const std::function<void()>& queue);
+inline bool is_measuring = false;
+void take_step(bool is_fence = false);
+// A step, if others use the memory there, too.
+void note_access(const void* address);
 
 // --- what kernels use ----------------------------------------------------------------------------
 

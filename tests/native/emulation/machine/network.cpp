@@ -11,8 +11,7 @@ Network::Network(int num_ranks, int local_ranks, int num_signals)
     : num_ranks_(num_ranks),
       local_ranks_(local_ranks),
       windows_(num_ranks),
-      signals_(num_ranks, std::vector<std::uint64_t>(num_signals, 0)),
-      puts_(num_ranks * num_ranks) {
+      signals_(num_ranks, std::vector<std::uint64_t>(num_signals, 0)) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     Fiber& fiber = fibers_.emplace_back();
     fiber.cta.reset(new Cta{rank, kSmsOfRank, kSmsOfRank + 1, {}, {}, Barrier(1), {}, {}});
@@ -65,15 +64,15 @@ int Network::stop(int rank, int domain, std::function<bool()> is_over) {
 }
 
 const std::uint64_t* Network::look_at(int rank, int signal) {
-  if (draw(8) == 0) get_further();
+  if (!is_measuring && draw(8) == 0) get_further();
   return &signals_[rank][signal];
 }
 
 void Network::get_further() {
   if (stopped_ >= 0 && is_stop_over_()) stopped_ = -1;
   std::vector<int> busy;
-  for (std::size_t i = 0; i < puts_.size(); ++i) {
-    if (!puts_[i].empty() && static_cast<int>(i) != stopped_) busy.push_back(static_cast<int>(i));
+  for (const auto& [pair, puts] : puts_) {
+    if (!puts.empty() && pair != stopped_) busy.push_back(pair);
   }
   if (busy.empty()) return;
   const int pair = busy[draw(busy.size())], target = pair % num_ranks_;
@@ -106,20 +105,18 @@ void Network::get_further() {
 }
 
 bool Network::is_at_rest() const {
-  return std::all_of(puts_.begin(), puts_.end(), [this](const auto& puts) {
-    return puts.empty() || &puts == &puts_[0] + stopped_;
+  return std::all_of(puts_.begin(), puts_.end(), [this](const auto& each) {
+    return each.second.empty() || each.first == stopped_;
   });
 }
 
 bool Network::has_bytes_on_the_way(int rank) const {
-  const auto has_bytes = [](const auto& puts) {
-    return std::any_of(puts.begin(), puts.end(), [](const Put& put) { return !put.bytes.empty(); });
-  };
-  for (int other = 0; other < num_ranks_; ++other) {
-    if (has_bytes(puts_[rank * num_ranks_ + other])) return true;
-    if (has_bytes(puts_[other * num_ranks_ + rank])) return true;
-  }
-  return false;
+  const auto has_bytes = [](const Put& put) { return !put.bytes.empty(); };
+  return std::any_of(puts_.begin(), puts_.end(), [&](const auto& each) {
+    const auto& [pair, puts] = each;
+    if (pair / num_ranks_ != rank && pair % num_ranks_ != rank) return false;
+    return std::any_of(puts.begin(), puts.end(), has_bytes);
+  });
 }
 
 }  // namespace emu

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <vector>
 
 #include "emulator.h"
@@ -40,6 +41,8 @@ class Network {
   // Lets something arrive, or be read.
   void get_further();
   bool is_at_rest() const;
+  // Counts a signal up, as if something had been put with it.
+  void count(int rank, int signal, std::uint64_t number) { signals_[rank][signal] += number; }
   // Whether more than signals is on its way to or from a rank.
   bool has_bytes_on_the_way(int rank) const;
 
@@ -64,7 +67,7 @@ class Network {
   std::deque<Fiber> fibers_;                         // what stores into the memory of each rank
   std::vector<std::vector<Window>> windows_;         // by rank
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
-  std::vector<std::deque<Put>> puts_;                // by source and target, in their order
+  std::map<int, std::deque<Put>> puts_;              // by source and target, in their order
   int stopped_ = -1;                                 // of `puts_`
   std::function<bool()> is_stop_over_;
 };

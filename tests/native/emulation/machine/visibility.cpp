@@ -108,6 +108,7 @@ void give(Fiber& fiber, std::size_t number) {
 // A plain store that is about to happen.
 void note_store(void* address, std::size_t num_bytes) {
   char* to = static_cast<char*>(address);
+  note_access(to);
   if (!is_in_kernel() || self().is_on_stack(to)) return;
   if (note_store_to_shared(to, num_bytes) || find_region(to) == nullptr) return;
   split(to, num_bytes, [&](char* where, std::size_t size) {
@@ -163,6 +164,7 @@ void store_for_all(void* to, const void* from, std::size_t num_bytes) {
 }
 
 void load(void* to, const void* from, std::size_t num_bytes, const Known* seen, bool in_bulk) {
+  note_access(from);
   std::memcpy(to, from, num_bytes);
   char* start = const_cast<char*>(static_cast<const char*>(from));
   const Region* region = find_region(start);
@@ -304,6 +306,18 @@ void require_fenced(const char* shared, std::size_t num_bytes) {
   fail("a bulk copy uses shared memory that was stored into, without a fence");
 }
 
+void note_access(const void* address) {
+  if (!is_measuring || !is_in_kernel()) return;
+  const auto is_in = [at = static_cast<const char*>(address)](const std::vector<char>& memory) {
+    return memory.data() <= at && at < memory.data() + memory.size();
+  };
+  const Cta& cta = *self().cta;
+  const bool is_shared =
+      is_in(cta.dynamic) || std::any_of(cta.statics.begin(), cta.statics.end(),
+                                        [&](const auto& each) { return is_in(each.second); });
+  if (is_shared || find_region(static_cast<const char*>(address)) != nullptr) take_step();
+}
+
 void give_some() {
   settle();
   View& view = self().view;
@@ -324,12 +338,12 @@ void end_thread() {
 // --- what the compiler calls ---------------------------------------------------------------------
 
 #define EMU_ACCESS(bytes)                                                      \
-  void __tsan_read##bytes(void*) {}                                            \
+  void __tsan_read##bytes(void* from) { emu::note_access(from); }              \
   void __tsan_write##bytes(void* to) { emu::note_store(to, bytes); }           \
-  void __tsan_unaligned_read##bytes(void*) {}                                  \
+  void __tsan_unaligned_read##bytes(void* from) { emu::note_access(from); }    \
   void __tsan_unaligned_write##bytes(void* to) { emu::note_store(to, bytes); } \
-  void __tsan_volatile_read##bytes(void*) {}                                   \
-  void __tsan_volatile_write##bytes(void*) {}
+  void __tsan_volatile_read##bytes(void* from) { emu::note_access(from); }     \
+  void __tsan_volatile_write##bytes(void* to) { emu::note_access(to); }
 extern "C" {
 EMU_ACCESS(1)
 EMU_ACCESS(2)
