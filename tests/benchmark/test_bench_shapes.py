@@ -199,14 +199,14 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     nodes, plan_puts, _, puts, megabytes, *_, rounds = messages.splitlines()[-5].split()
     assert (nodes, plan_puts, puts, megabytes, rounds) == ("2", "26", "19", "58.6", "1")
     _, _, _, puts, _, combine_puts, _, rounds = messages.splitlines()[-3].split()
-    # On 8 nodes the 8 chunks of a round have 5 phases; 3 rounds of dispatch tell of their room, 2 of
-    # combine.
+    # On 8 nodes the 8 chunks of a round have 5 phases; 3 rounds of dispatch tell of their room, 2
+    # of combine.
     assert (puts, combine_puts, rounds) == ("44", "43", "4")
     held = [line.split() for line in memory.splitlines()[-6:]]
     assert [row[0] for row in held] == ["1", "2", "4", "8", "16", "32"]
     # Rows of 56 MiB: 2 halves of 3, 16 ranks, 1 on its way and 2 nodes.
-    # On 8 nodes 4 rounds of 14 MiB: 2 halves of 15, 64 ranks, and of two rounds 7 on their way and 8
-    # nodes.
+    # On 8 nodes 4 rounds of 14 MiB: 2 halves of 15, 64 ranks, and of two rounds 7 on their way and
+    # 8 nodes.
     assert (held[1][2], held[3][2]) == ("1.47", "1.82")
     # vLLM's objects for 680 tokens in all, on one node of 8 ranks: a row and a sum of a token of
     # each rank, and 8 experts with their weights.

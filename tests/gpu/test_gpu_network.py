@@ -166,7 +166,8 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
     num_tokens, top_k, hidden, on_rank = 1000, 3, 64, 4
     R, L = ctx.num_ranks, ctx.num_ranks // hosts
     routings = [routing(rank, num_tokens, on_rank * R, top_k) for rank in range(R)]
-    phases = extension.load().num_phases_of(num_tokens, 2 * hidden)
+    native = extension.load()
+    phases, chunk = native.num_phases_of(num_tokens, 2 * hidden), native.CHUNK
 
     def ranks_of(source: int, peer: int) -> torch.Tensor:
         """The ranks of `source`'s assignments in the domain of `peer`; -1 for the others."""
@@ -187,7 +188,7 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
             Puts.of_plan(L, on_rank, num_tokens, pairs, int((ranks >= 0).sum())),
             Puts.of_rows(mine, 2 * hidden, phases, num_tokens * top_k),
             Puts.of_rows(theirs, 2 * hidden, phases),
-            Puts.of_rows(theirs, 2 * hidden, phases, -(-num_tokens // CHUNK) * CHUNK * top_k),
+            Puts.of_rows(theirs, 2 * hidden, phases, -(-num_tokens // chunk) * chunk * top_k),
         ]
         expected += torch.tensor([[p.messages, int(p.num_bytes)] for p in puts])
 
