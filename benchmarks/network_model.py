@@ -57,8 +57,9 @@ class Puts:
             pairs, assignments: those of (token, rank) and of (token, expert) there.
         """
         counts = 8 * ranks_on_each * (experts_on_rank + 1)
-        num_chunks = -(-num_tokens // _kernels().CHUNK)
-        chunks = 4 * (ranks_on_each + 1) * (num_chunks + 1) + 4 * num_chunks * _kernels().CHUNK
+        chunk = _kernels().CHUNK
+        num_chunks = -(-num_tokens // chunk)
+        chunks = 4 * (ranks_on_each + 1) * (num_chunks + 1) + 4 * num_chunks * chunk
         return cls(2 + 3 * ranks_on_each, counts + 8 * assignments + 8 * pairs + chunks)
 
     @classmethod
@@ -168,17 +169,18 @@ class NetworkModel:
         crossing = tokens * self._needed(nodes)
         pairs = tokens * self.ranks_on_each * self._needed(ranks)
         sizes = (self.ranks_on_each, self.num_experts // ranks, tokens)
-        rounds = self.rounds(nodes)
+        rounds, chunk = self.rounds(nodes), _kernels().CHUNK
+        chunks = -(-tokens // chunk)
         rows: dict[str, Any] = {
             "node_tokens": crossing,
             "row_bytes": self.row_bytes,
-            "phases": min(_kernels().PHASES, self._round_chunks(rounds) // 2 + 1),
+            "phases": min(_kernels().PHASES, -(-chunks // rounds) // 2 + 1),
             "rounds": rounds,
         }
         return [
             Puts.of_plan(*sizes, pairs, tokens * self.top_k / nodes),
             Puts.of_rows(**rows, weights=tokens * self.top_k),
-            Puts.of_rows(**rows, weights=self._most_chunks * _kernels().CHUNK * self.top_k, told=2),
+            Puts.of_rows(**rows, weights=chunks * chunk * self.top_k, told=2),
         ]
 
     def memory(self, nodes: int) -> dict[str, int]:
@@ -217,13 +219,6 @@ class NetworkModel:
     def rounds(self, nodes: int) -> int:
         """The rounds of a dispatch or a combine with `native`, each for a part of the tokens."""
         return self.memory(nodes)["rounds"]
-
-    @property
-    def _most_chunks(self) -> int:
-        return -(-self.num_tokens // _kernels().CHUNK)
-
-    def _round_chunks(self, rounds: int) -> int:
-        return -(-self._most_chunks // rounds)
 
     def seconds(self, nodes: int) -> float:
         """Seconds of one pass: the longer part, plus the unhidden share of the shorter one."""

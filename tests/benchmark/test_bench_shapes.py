@@ -199,7 +199,8 @@ def test_the_command_prints_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     nodes, plan_puts, _, puts, megabytes, *_, rounds = messages.splitlines()[-5].split()
     assert (nodes, plan_puts, puts, megabytes, rounds) == ("2", "26", "19", "58.6", "1")
     _, _, _, puts, _, combine_puts, _, rounds = messages.splitlines()[-3].split()
-    # 8 chunks have 5 phases; 3 rounds tell of their room in dispatch, 2 in combine.
+    # On 8 nodes the 8 chunks of a round have 5 phases; 3 rounds of dispatch tell of their room, 2
+    # of combine.
     assert (puts, combine_puts, rounds) == ("44", "43", "4")
     held = [line.split() for line in memory.splitlines()[-6:]]
     assert [row[0] for row in held] == ["1", "2", "4", "8", "16", "32"]

@@ -167,8 +167,7 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
     R, L = ctx.num_ranks, ctx.num_ranks // hosts
     routings = [routing(rank, num_tokens, on_rank * R, top_k) for rank in range(R)]
     native = extension.load()
-    phases = native.num_phases_of(num_tokens, 2 * hidden)
-    in_chunks = -(-num_tokens // native.CHUNK) * native.CHUNK
+    phases, chunk = native.num_phases_of(num_tokens, 2 * hidden), native.CHUNK
 
     def ranks_of(source: int, peer: int) -> torch.Tensor:
         """The ranks of `source`'s assignments in the domain of `peer`; -1 for the others."""
@@ -189,7 +188,7 @@ def test_messages_and_bytes_are_those_of_the_model(ctx: RankContext, hosts: int)
             Puts.of_plan(L, on_rank, num_tokens, pairs, int((ranks >= 0).sum())),
             Puts.of_rows(mine, 2 * hidden, phases, num_tokens * top_k),
             Puts.of_rows(theirs, 2 * hidden, phases),
-            Puts.of_rows(theirs, 2 * hidden, phases, in_chunks * top_k),
+            Puts.of_rows(theirs, 2 * hidden, phases, -(-num_tokens // chunk) * chunk * top_k),
         ]
         expected += torch.tensor([[p.messages, int(p.num_bytes)] for p in puts])
 
@@ -228,7 +227,8 @@ def test_large_batches_go_in_rounds(ctx: RankContext, hosts: int, crowds: bool) 
     assert rounds > 1
     native = extension.load()
     chunks = -(-model.num_tokens // native.CHUNK // rounds)
-    phases = min(native.num_phases_of(chunks * native.CHUNK, model.row_bytes), chunks // 2 + 1)
+    phases = native.num_phases_of(chunks * native.CHUNK, model.row_bytes)
+    phases = min(phases, chunks // 2 + 1)
     on_rank = model.num_experts // ctx.num_ranks
     # The rank that gets all rows has no room for those of more.
     num_tokens = 1024 if crowds and ctx.rank > 0 else model.num_tokens

@@ -122,7 +122,7 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
       RailSignal signal = kNumRailSignals;
       std::size_t at, from, num_bytes;
       if (part == 3 * locals) {
-        const int names = num_chunks_of(plan.num_tokens) * kChunk;
+        const int names = (plan.num_tokens + kChunk - 1) / kChunk * kChunk;
         at = there.nodes(own);
         from = there.sent_nodes(domain);
         num_bytes = std::size_t{4} * (plan.most_chunks + 1 + names);
