@@ -389,8 +389,7 @@ typedef struct {
   size_t size;
   void* rows;       /* payload [R, M, H] */
   float* scales;    /* [R, M, num_scales] */
-  int32_t* experts; /* [R, M, K]: local experts; -1: not routed to this rank.  Read only: a dispatch
-                       writes just the places that get a row, or had one */
+  int32_t* experts; /* [R, M, K], read only: local experts; -1: not routed to this rank */
   float* weights;   /* [R, M, K] */
   size_t num_bytes; /* of the object's window on this rank */
 } ncclepLowLatencyBuffers_t;
