@@ -232,7 +232,7 @@ MISTAKES = {
         "failures", 3, "failure: rank . does not say that rank . refused"),
     "a refusal ends the operation before": Mistake(
         "native/device/wait.cuh", "if («static_cast<std::int64_t>(now - then) < 0») ", "false",
-        "rails-failures", 4, "failure: rank . before the call that was refused", 20),
+        "rails-failures", 6, "failure: rank . before the call that was refused"),
     "ranks in different calls are not noticed": Mistake(
         "native/device/call_barrier.cuh", "if («entry != 0» && entry", "false",
         "failures", 2, "."),

@@ -39,7 +39,7 @@ MISTAKES = {
         "native/plan/plan.cu",
         "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, epoch, word, plans) >= 0»;",
         "true",
-        "rails-plans", 2, "."),
+        "rails-plans", 4, "."),
     "rails: who passes routes on does not pass on what it has seen": (
         "native/plan/plan_rails.cuh", "epoch)) {\n      «fence_system();»", "",
         "rails-plans", 4, "plan: "),
@@ -163,7 +163,7 @@ MISTAKES = {
     "queues: two threads put into one": (
         "native/device/rails.cuh",
         "if («!wait([&] { return atomicExch(is_in_use, 1u) == 0; })») return false;", "false",
-        "short-rails-combines", 2, "a put waits without an end"),
+        "short-rails-plans", 4, "a put waits without an end"),
     "queues: who has put keeps the queue": (
         "native/device/rails.cuh", "atomicExch(is_in_use, 0u);", "",
         "rails-plans", 2, "a wait was in vain"),
@@ -195,9 +195,5 @@ MISTAKES = {
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «round.begin / kChunk»]", "0",
         "rails-dispatches", 4, ".", 106),
-    "rounds: tokens of later ones are summed, too": (
-        "native/rows/domain_sums.cuh", "end = «min(round_.end, job_.num_tokens)»;",
-        "job_.num_tokens",
-        "rails-rows", 4, "."),
 }
 # fmt: on
