@@ -188,10 +188,10 @@ NCCLEP_API ncclepResult_t ncclepGroupCreate(ncclepGroup_t* group, ncclepComm_t c
 
 /* Makes windows that hold `shape` and all earlier shapes; does nothing if they already do.
  * The ranks write and read words in each other's windows before any kernel uses them.
- * Collective when windows grow, with the same shape; waits for what was queued for the communicator.
- * ncclepInvalidUsage on all ranks: a CUDA graph of a rank holds calls of the group, or `stream` is
- * being captured.  ncclepSystemError on all ranks: the queued work of one is not over within half of
- * the deadline, or one has no memory, or cannot reach another's. */
+ * Collective when windows grow, with the same shape; waits for what was queued for the
+ * communicator. ncclepInvalidUsage on all ranks: a CUDA graph of a rank holds calls of the group,
+ * or `stream` is being captured.  ncclepSystemError on all ranks: the queued work of one is not
+ * over within half of the deadline, or one has no memory, or cannot reach another's. */
 NCCLEP_API ncclepResult_t ncclepGroupReserve(ncclepGroup_t group, const ncclepShape_t* shape,
                                              void* stream);
 
