@@ -53,6 +53,12 @@ struct NoRails {
 
 enum RailWindow : int { kControlWindow, kRowsWindow };
 
+// How far the `number`-th signal in this operation counts, from 1.
+__device__ inline std::uint64_t signals_up_to(const KernelContext& me, RailSignal signal,
+                                              int number) {
+  return *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
+}
+
 #ifdef NCCLEP_NCCL_HEADERS
 
 struct Rails {
@@ -108,12 +114,6 @@ __device__ inline bool wait_for_signals(const KernelContext& me, const Rails& ra
                                         std::uint64_t epoch) {
   return wait_until(me, phase, rail_peer_in(me, domain), epoch,
                     [&] { return has_counted(me, rails, signal, domain, goal); });
-}
-
-// How far the `number`-th signal in this operation counts, from 1.
-__device__ inline std::uint64_t signals_up_to(const KernelContext& me, RailSignal signal,
-                                              int number) {
-  return *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[signal]) + number;
 }
 
 // Waits for that signal.
