@@ -91,10 +91,6 @@ MISTAKES = {
         " != 0»;",
         "true",
         "rails-combines", 2, "."),
-    "rails: values are sent while those of the combine before are put": (
-        "native/rows/combine.cu", "wait_for_entry(me, Phase::kCombine, «source», entry",
-        "host_of(me, source)",
-        "rails-combines", 4, "combine: weights", 119),
     "rails: a sum is counted before it is stored": (
         "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd(number", "",
         "rails-combines", 4, "combine: "),
