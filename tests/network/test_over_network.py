@@ -71,8 +71,9 @@ def test_what_failed_is_said(script: Any) -> None:
 
 def test_counted_bytes_are_those_of_all_rounds(script: Any) -> None:
     crossing = 128 * 5 / 6  # rows that a rank puts, in the mean
-    rows = 4 * (8 + 1024 * crossing) + 4 * 128 * 2 + 4 * 2 * crossing
-    plan = 8 * (2 + 1 + 1) + 8 * 128 + 8 * crossing + 4 * 2 + 4 * crossing
+    # Weights and values of all tokens of a chunk; before each chunk its pairs and node tokens.
+    rows = 4 * (8 + 1024 * crossing) + 2 * 4 * 128 * 2
+    plan = 8 * (2 + 1) + 8 * 128 + 8 * crossing + 2 * 4 * 2 + 4 * 128
     put = round((3 + 20 + 3) * (rows + plan))
 
     def differs(put: int, came: int, refused: int = 0) -> bool:

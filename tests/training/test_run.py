@@ -14,7 +14,7 @@ import psutil
 import pytest
 from small_job import MODEL, TIMEOUT_S, Finished, Trainer, command, entries, environment, losses
 
-from megatron_ncclep.cli import main
+from benchmarks import plot
 from megatron_ncclep.libraries import extension
 
 STEPS, EVERY = MODEL["train-iters"], MODEL["eval-interval"]
@@ -63,11 +63,11 @@ def test_metrics_are_logged_and_drawn(finished: Finished, tmp_path: Path):
         assert interval["dropped"] == 0
         assert all(wait > 0 for wait in interval["wait_s"])
     drawn = tmp_path / "metrics.png"
-    assert main(["plot", str(finished.out / "log.jsonl"), "--out", str(drawn)]) == 0
+    assert plot.main([str(finished.out / "log.jsonl"), "--out", str(drawn)]) == 0
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     without = tmp_path / "losses.svg"  # of a log without metrics, losses
     log = finished.out / "alltoall" / "log.jsonl"
-    assert main(["plot", str(log), "--out", str(without)]) == 0
+    assert plot.main([str(log), "--out", str(without)]) == 0
     assert "training loss (nats per token)" in without.read_text()
 
 
