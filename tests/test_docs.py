@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/*.md", "configs/**/*.md", "benchmarks/results/*.md")
 REQUIRED = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md", "docs/architecture.md",
-    "examples/README.md", "benchmarks/README.md", "tests/network/README.md",
+    "csrc/network/README.md", "examples/README.md", "benchmarks/README.md",
+    "tests/network/README.md",
 )  # fmt: skip
 FOUND = [path for where in PAGES for path in ROOT.glob(where)]
 DOCUMENTS = sorted({*REQUIRED, *(str(path.relative_to(ROOT)) for path in FOUND)})
