@@ -163,13 +163,14 @@ class WithFailure {
   WithFailure(Sequence& sequence, const std::string& kind)
       : sequence_(sequence),
         ranks_(sequence.sizes.ranks),
-        has_late_ctas_(kind == "late"),
+        has_late_ctas_(kind == "late" || kind == "rails-late"),
         has_objects_(is_low_latency(kind)),
         how_(kind.find("cut") != std::string::npos ? Failing::kIsCut
              : has_late_ctas_ ? one_of({Failing::kStops, Failing::kComesLate, Failing::kHasLateCta})
-             : kind == "calls" ? Failing::kDiffers
-                               : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
-                                         Failing::kDiffers})),
+             : kind == "calls" || kind == "rails-calls"
+                 ? Failing::kDiffers
+                 : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
+                           Failing::kDiffers})),
         victim_(between(0, ranks_ - 1)),
         kernels_left_(between(0, sequence.last_kernel())),
         current_step_(ranks_, 0),

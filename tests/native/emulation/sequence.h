@@ -40,8 +40,8 @@
 constexpr int kSms = 8;  // CTAs of a kernel, at most
 
 inline bool has_failure(const std::string& kind) {
-  return kind == "late" || kind == "calls" || kind.find("failures") != std::string::npos ||
-         kind.find("cut") != std::string::npos;
+  return kind == "late" || kind == "calls" || kind == "rails-late" || kind == "rails-calls" ||
+         kind.find("failures") != std::string::npos || kind.find("cut") != std::string::npos;
 }
 
 // How a rank, the victim, does not do what the others expect.
