@@ -191,8 +191,7 @@ class _Copier:
             with torch.inference_mode():
                 return tensor.clone()
         if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
-            return (
-                tensor.clone()
-            )  # somebody else's memory, such as an array's: changes are not seen
+            # Somebody else's memory, such as an array's, whose changes are not seen.
+            return tensor.clone()
         self._versions.append((tensor, tensor._version))
         return tensor
