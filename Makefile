@@ -13,7 +13,7 @@ export PYTHON
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
 NATIVE_SOURCES = $(shell find csrc examples tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test gpu lint types support versions pages site builds wheel format setup clean
+.PHONY: help train test gpu lint types support versions pages site builds wheel release format setup clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -70,6 +70,9 @@ builds: $(READY)  ## compile the extension with several CUDA toolkits; ARGS="13.
 
 wheel: $(READY)  ## build the source distribution and the wheel, into dist/ or ARGS
 	PYTHON=$(BIN)/python scripts/build_wheel.sh $(ARGS)
+
+release: wheel  ## build a release's files into dist/, check them, and sort them into build/upload
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python scripts/check_wheels.py --sort-into build/upload dist
 
 format: $(READY)  ## rewrite all sources in the project's style
 	$(BIN)/ruff check --fix .
