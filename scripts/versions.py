@@ -74,7 +74,7 @@ def on_gpus() -> Iterator[Facts]:
 def on_cpus() -> Iterator[Facts]:
     """The runs of `make test` and scripts/torch_range.sh."""
     for run in json.loads(RUNS.read_text()):
-        yield facts(run["machine"], run["versions"])
+        yield {**facts(run["machine"], run["versions"]), "cuda": ""}
 
 
 def listed(runs: list[Facts], name: str) -> str:
@@ -86,7 +86,7 @@ def listed(runs: list[Facts], name: str) -> str:
         except InvalidVersion:
             return True, value
 
-    values = {re.sub(r" \(.*", "", run[name]) for run in runs if name in run}
+    values = {re.sub(r" \(.*", "", run[name]) for run in runs if run.get(name)}
     if name == "python":
         values = {value.rpartition(".")[0] for value in values}
     return ", ".join(sorted(values, key=order))
