@@ -128,11 +128,20 @@ def test_the_wheel_is_complete(built: Built):
         metadata = {name.split("/")[-1] for name in names - held}
         (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
         declared = archive.read(entry_points).decode()
+        (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        described = archive.read(about).decode().partition("\n\n")[0]
     configs = {f"megatron_ncclep/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*/*.yaml")}
     compiled = {path.relative_to(ROOT).as_posix() for path in EXTENSIONS}
     header = "megatron_ncclep/include/ncclep.h"
     assert held == {*MODULES, *configs, *compiled, header, *TYPES}
     assert {"LICENSE", "NOTICE"} <= metadata
+    for line in (
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.10",
+        "Requires-Dist: torch",
+    ):
+        assert f"\n{line}" in described
+    assert described.count("\nProject-URL: ") >= 3
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared
     assert "ncclep = megatron_ncclep.vllm:register" in declared
