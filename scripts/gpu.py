@@ -351,7 +351,9 @@ def every_step() -> list[tuple[str, Step]]:
 def main() -> int:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {[*PARTS]}")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"in this order; default: all of {[*PARTS]}"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
     parser.add_argument("--step-s", type=int, default=300, help="limit of one step (default: 300)")
     parser.add_argument(
@@ -369,8 +371,9 @@ def main() -> int:
         parser.error(f"unknown parts: {sorted(unknown)}; there are {[*PARTS]}")
     steps = [
         (part, step)
-        for part, step in every_step()
-        if part in (args.parts or PARTS) and (args.steps or "") in step.name
+        for part in args.parts or PARTS
+        for step in PARTS[part]
+        if (args.steps or "") in step.name
     ]
     if not steps:
         parser.error(f"no step's name contains {args.steps!r}")
