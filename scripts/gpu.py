@@ -6,8 +6,9 @@ A part takes at most ten minutes on one GPU, which the ranks share.  With severa
 steps run at the same time, each on its own GPU; `--gpus-per-step 2` gives each step two, and
 `--at-once 3` runs three steps on each GPU: a step mostly waits for its hosts, if there are cores
 for them.  55 ranks on 64 cores took 1.7 times as long as 12; a rank over the test network keeps
-three cores busy, so run the part `network` by itself.  Each step is one command with its own log; `summary.txt` lists every step, with date, machine and versions, and can
-be committed unchanged.  A step that runs again in the same folder replaces its line.
+three cores busy, so run the part `network` by itself.  Each step is one command with its own log;
+`summary.txt` lists every step, with date, machine and versions, and can be committed unchanged.  A
+step that runs again in the same folder replaces its line.
 """
 
 from __future__ import annotations
