@@ -3,7 +3,7 @@
 
 #include "c_interface/handles.h"
 #include "common/cuda.h"
-#include "native/host/call.h"
+#include "native/host/call_signature.h"
 #include "native/rows/cta_roles.h"
 
 namespace native = ncclep::native;

@@ -224,8 +224,8 @@ struct KernelContext {
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
-  // The arguments that must be equal on all ranks (host/call.h); 0 where the hosts have agreed on
-  // them.
+  // The arguments that must be equal on all ranks (host/call_signature.h); 0 where the hosts have
+  // agreed on them.
   std::uint64_t call;
 };
 

@@ -144,7 +144,7 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintp
                            "if GPU memory ran out: use smaller micro-batches");
     open_checked(*this, *communicator_, agreement, {"control", "rows"});
   } catch (...) {
-    drop();
+    discard_windows();
     throw;
   }
   growth_ = cause;
@@ -156,7 +156,7 @@ void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
       window_sizes(control_, std::max(control_.max_tokens, max_tokens),
                    std::max(control_.max_top_k, top_k), std::max(row_bytes_, row_bytes));
   for (const std::shared_ptr<Window>& window : windows()) window->close();
-  drop();
+  discard_windows();
   const Reach reach = network_ != nullptr ? Reach::kNetwork : Reach::kDomain;
   control_window_ = std::make_shared<Window>(communicator_, larger.control_bytes, reach);
   rows_window_ = std::make_shared<Window>(communicator_, larger.rows_bytes, reach);
@@ -179,7 +179,7 @@ void Group::clear() {
   clear_memory(&state_->received, sizeof(state_->received));
 }
 
-void Group::drop() {
+void Group::discard_windows() {
   rails_.reset();
   control_window_.reset();
   rows_window_.reset();
@@ -192,7 +192,7 @@ void Group::close() {
   wait_for_calls("closing its windows", longest_timeout_s_);
   settle();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
-  drop();
+  discard_windows();
   if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
 }

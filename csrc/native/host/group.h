@@ -33,7 +33,7 @@ struct Failure {
   int peer;
   std::uint64_t epoch;
   double deadline_s;
-  std::uint64_t own_call, peer_call;  // call.h; 0: unknown
+  std::uint64_t own_call, peer_call;  // call_signature.h; 0: unknown
 };
 
 // A plan's memory, which Python allocates, and the sizes of its contents.
@@ -104,9 +104,9 @@ class Group {
   void open();
   // Clears the windows for use; the last step.
   void clear();
-  // Drops the windows after a step failed on any rank.  Windows that are open stay until the
+  // Forgets the windows after a step failed on any rank.  Windows that are open stay until the
   // process ends, because closing them is collective.  Not collective.
-  void drop();
+  void discard_windows();
   // Collective.  Throws, and frees nothing, when earlier calls are not over after the longest
   // deadline that any of them had: then their kernels, which have not begun, use the windows yet.
   void close();
@@ -188,7 +188,7 @@ class Group {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // Null within one NVLink domain.
   const std::shared_ptr<network::Rails>& network() const { return network_; }
-  // The kernels' context; `call` is packed by call.h.
+  // The kernels' context; `call` is packed by call_signature.h.
   KernelContext context(std::uint64_t call = 0) const;
   // Queues an operation with `launch`; see StreamOrder.  A graph must not run concurrently with
   // other work of the communicator's groups.

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "common/cuda.h"
-#include "native/host/call.h"
+#include "native/host/call_signature.h"
 #include "native/host/checks.h"
 #include "native/host/group.h"
 #include "native/plan/overflow.h"
@@ -109,7 +109,7 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     drop.alignment = alignment;
     drop.max_recv_rows = max_recv_rows;
     drop.kept = pointer<std::int32_t>(kept);
-    drop.num_wanted = count.num_dropped;
+    drop.num_requested = count.num_dropped;
     if (lacked) drop.lacked = pointer<std::int64_t>(*lacked);
     count.topk_idx = drop.kept;
     count.is_int64 = false;

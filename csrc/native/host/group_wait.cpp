@@ -6,7 +6,7 @@
 #include "common/cuda.h"
 #include "common/pause.h"
 #include "native/host/group.h"
-#include "nccl/made_in_time.h"
+#include "nccl/run_with_deadline.h"
 
 namespace ncclep::native {
 
@@ -35,7 +35,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
   auto* rows = static_cast<std::int64_t*>(rows_of_expert.data);
   PlanSizes sizes{};
-  const auto is_told = [&] {
+  const auto is_reported = [&] {
     std::uint64_t words[4];
     for (int i = 0; i < 4; ++i) {
       words[i] = mailbox_->sizes[i];
@@ -62,7 +62,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     const auto start = Clock::now();
     do {
       for (int turn = 0; turn < 1024; ++turn) {
-        if (is_told()) return true;
+        if (is_reported()) return true;
       }
       if (has_failed()) return true;
     } while (seconds_since(start) < kQueryInterval);
@@ -70,7 +70,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
     if (status != cudaErrorNotReady) {
       cuda_check(status, "waiting for a plan's rows");
-      ensure(is_told() || has_failed(), "the device finished a plan without counting its rows");
+      ensure(is_reported() || has_failed(), "the device finished a plan without counting its rows");
       return true;
     }
     if (!reached && reached_->is_over()) reached = Clock::now();
@@ -80,7 +80,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     return false;
   };
   wait_until(is_over, poll);
-  if (!is_told()) return std::nullopt;
+  if (!is_reported()) return std::nullopt;
   plan.num_pairs = sizes.num_pairs;
   plan.num_assignments = sizes.num_assignments;
   if (sizes.first_bad_rank < 0) plan.num_rows = sizes.num_rows;
@@ -98,7 +98,7 @@ void Group::wait_for_calls(const char* what, double limit_s) const {
                 " s: they wait for another rank, or for other work on the GPU");
   if (was_captured_) {  // no event tells when replays are over
     const auto wait = [] { cuda_check(cudaDeviceSynchronize(), "waiting for the device"); };
-    return made_in_time(wait, late, communicator_->device(), limit_s, [] {});
+    return run_with_deadline(wait, late, communicator_->device(), limit_s, [] {});
   }
   const auto is_over = [&](double waited) {
     if (order_->is_idle()) return true;

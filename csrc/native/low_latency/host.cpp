@@ -87,7 +87,7 @@ std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
   try {
     open_checked(*made, *group->communicator(), agreement, {"low-latency"});
   } catch (...) {
-    made->drop();
+    made->discard_windows();
     throw;
   }
   return made;
@@ -114,7 +114,7 @@ void LowLatency::clear() {
   clear_memory(state_, sizeof(LowLatencyState));
 }
 
-void LowLatency::drop() {
+void LowLatency::discard_windows() {
   rails_.reset();
   window_.reset();
   cuda_check(cudaFree(std::exchange(state_, nullptr)), "cudaFree");
@@ -125,7 +125,7 @@ void LowLatency::close() {
   group_->wait_for_calls("closing its window", group_->longest_timeout());
   group_->settle();
   window_->close();
-  drop();
+  discard_windows();
 }
 
 std::vector<std::shared_ptr<Window>> LowLatency::windows() const {

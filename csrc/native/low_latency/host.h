@@ -48,8 +48,8 @@ class LowLatency {
 
   void open();
   void clear();
-  // After a step that failed on any rank: see Group::drop.
-  void drop();
+  // After a step that failed on any rank: see Group::discard_windows.
+  void discard_windows();
   // Collective.
   void close();
 

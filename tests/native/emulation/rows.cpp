@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "native/host/call.h"
+#include "native/host/call_signature.h"
 #include "native/rows/combine.h"
 #include "native/rows/cta_roles.h"
 #include "native/rows/dispatch.h"
