@@ -52,8 +52,8 @@ void Window::open() {
 std::vector<char*> Window::query_peers() const {
   const Nccl& nccl = communicator_->nccl();
   std::vector<char*> peers;
-  for (int place = 0; place < communicator_->lsa_size(); ++place) {
-    const int rank = communicator_->rank_in_domain(place);
+  for (int local_rank = 0; local_rank < communicator_->lsa_size(); ++local_rank) {
+    const int rank = communicator_->rank_in_domain(local_rank);
     void* address = nullptr;
     nccl.check(nccl.get_peer_pointer(window_, 0, rank, &address), "ncclGetPeerDevicePointer");
     ensure(address != nullptr, "NCCL has no address for the window of rank ", rank,

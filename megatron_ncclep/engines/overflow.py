@@ -124,8 +124,8 @@ def drop_what_does_not_fit(
     column = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx)
     routed = routed.scatter(1, column, True)[:, :num_experts]
     # The place of each assignment within its expert's rows.
-    place = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
-    opens = routed & (place % alignment == 0)
+    rank_in_expert = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
+    opens = routed & (rank_in_expert % alignment == 0)
     # For each destination, in the order (token, local expert).
     opens = opens.view(num_tokens, num_ranks, num_local).transpose(0, 1)
     opened = opens.reshape(num_ranks, num_tokens * num_local).cumsum(dim=1)

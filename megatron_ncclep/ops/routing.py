@@ -107,13 +107,13 @@ def routes_and_weights(
         return Routes(topk_idx, num_experts, experts_per_block), weights
     probs = _backwards_in_blocks(probs, experts_per_block)
     routing_map = _backwards_in_blocks(routing_map, experts_per_block)
-    place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
+    slot = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
     # Column top_k collects experts that are not chosen; it is cut off.
-    column = torch.where(routing_map, place, top_k).clamp(max=top_k)
+    column = torch.where(routing_map, slot, top_k).clamp(max=top_k)
     experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
     topk_idx = experts.new_full((num_tokens, top_k + 1), NOT_ROUTED)
     topk_idx = topk_idx.scatter(1, column, experts)[:, :top_k]
-    topk_idx = topk_idx.masked_fill(place[:, -1:] >= top_k, TOO_MANY_EXPERTS)
+    topk_idx = topk_idx.masked_fill(slot[:, -1:] >= top_k, TOO_MANY_EXPERTS)
     chosen = probs.gather(1, topk_idx.clamp(min=0))
     weights = torch.where(topk_idx >= 0, chosen, chosen.new_zeros(()))
     return Routes(topk_idx, num_experts, experts_per_block), weights

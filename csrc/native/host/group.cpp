@@ -49,9 +49,9 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
           kMaxLocalRanks);
   if (locals < communicator_->num_ranks()) {
     const int first = communicator_->rank() / locals * locals;
-    for (int place = 0; place < locals; ++place) {
-      ensure(communicator_->rank_in_domain(place) == first + place, "rank ",
-             communicator_->rank_in_domain(place), " is in the NVLink domain of rank ",
+    for (int local_rank = 0; local_rank < locals; ++local_rank) {
+      ensure(communicator_->rank_in_domain(local_rank) == first + local_rank, "rank ",
+             communicator_->rank_in_domain(local_rank), " is in the NVLink domain of rank ",
              communicator_->rank(), ": the ranks of a domain must follow each other");
     }
     const int domains = communicator_->num_ranks() / locals;

@@ -143,8 +143,8 @@ std::uintptr_t LowLatency::address(std::size_t offset) const {
   // Through the address that the kernels write to: two mappings of the same memory need not be
   // coherent.
   const Communicator& all = *group_->communicator();
-  const int place = all.rank() - all.rank_in_domain(0);
-  return reinterpret_cast<std::uintptr_t>(window_->peers()[place] + offset);
+  const int local_rank = all.rank() - all.rank_in_domain(0);
+  return reinterpret_cast<std::uintptr_t>(window_->peers()[local_rank] + offset);
 }
 
 LowLatencyContext LowLatency::context() const {
