@@ -63,8 +63,7 @@ namespace {
 
 LowLatencyWindow layout_of(const Communicator& communicator,
                            const ncclepLowLatencyConfig_t& sizes) {
-  const int num_ranks = communicator.num_ranks();
-  return low_latency_window(num_ranks, num_ranks / communicator.lsa_size(), sizes);
+  return low_latency_window(communicator.num_ranks(), communicator.num_domains(), sizes);
 }
 
 }  // namespace
@@ -193,9 +192,9 @@ void LowLatency::dispatch(const ncclepLowLatencyDispatch_t& given) {
     job.num_tokens = static_cast<int>(num_tokens);
   }
   const std::uintptr_t stream = number_of(given.stream);
-  group_->queue(stream, [&] {
-    low_latency_dispatch(group_->context(), context(), job, num_ctas, stream, rails_.get());
-  });
+  auto turn = group_->take_turn(stream);
+  low_latency_dispatch(group_->context(), context(), job, num_ctas, stream, rails_.get());
+  turn.end();
   if (job.sends) num_tokens_ = job.num_tokens;
 }
 
@@ -224,9 +223,9 @@ void LowLatency::combine(const ncclepLowLatencyCombine_t& given) {
   job.num_tokens = static_cast<int>(num_tokens_);
   job.dtype = sizes_.dtype;
   const std::uintptr_t stream = number_of(given.stream);
-  group_->queue(stream, [&] {
-    low_latency_combine(group_->context(), context(), job, given.num_ctas, stream, rails_.get());
-  });
+  auto turn = group_->take_turn(stream);
+  low_latency_combine(group_->context(), context(), job, given.num_ctas, stream, rails_.get());
+  turn.end();
 }
 
 }  // namespace ncclep::native

@@ -64,7 +64,7 @@ class NativeGroup:
         self._refusal: str | None = None  # this rank's own
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
-        self.domains = Nodes(group.size // communicator.lsa_size, communicator.lsa_size)
+        self.domains = Nodes(communicator.num_domains, communicator.lsa_size)
         self.native: _C.GroupHandle = on_all_ranks(
             group,
             "making the native engine",
