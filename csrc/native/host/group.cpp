@@ -130,18 +130,12 @@ void Group::reserve(const ncclepShape_t& shape, std::uintptr_t stream,
                   "group's engines "
                   "and create them again"));
   }
-  const auto leave = [&] {  // afterwards no rank uses the old windows any longer
-    leave_windows();
-    return std::string();
-  };
-  const auto make = [&] {
-    allocate(shape);
-    return std::string();
-  };
   try {
-    agreement.on_all_ranks("leaving its windows", leave, "restart the job");
-    agreement.on_all_ranks("allocating its windows", make,
-                           "if GPU memory ran out: use smaller micro-batches");
+    // Afterwards no rank uses the old windows any longer.
+    agreement.on_all_ranks("leaving its windows", [&] { leave_windows(); }, "restart the job");
+    agreement.on_all_ranks(
+        "allocating its windows", [&] { allocate(shape); },
+        "if GPU memory ran out: use smaller micro-batches");
     open_checked(*this, *communicator_, agreement, {"control", "rows"});
   } catch (...) {
     discard_windows();

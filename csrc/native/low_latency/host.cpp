@@ -78,11 +78,7 @@ std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
   std::shared_ptr<LowLatency> made;
   const Agreement agreement(all_gather, group->communicator()->num_ranks(), "low-latency mode");
   agreement.on_all_ranks(
-      "allocating a low-latency window",
-      [&] {
-        made = std::make_shared<LowLatency>(group, sizes);
-        return std::string();
-      },
+      "allocating a low-latency window", [&] { made = std::make_shared<LowLatency>(group, sizes); },
       "if GPU memory ran out: use fewer tokens");
   try {
     open_checked(*made, *group->communicator(), agreement, {"low-latency"});
