@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -18,7 +18,12 @@ from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native import windows
-from megatron_ncclep.engines.native.buffers import Allocation, PlanBuffers, try_allocate
+from megatron_ncclep.engines.native.buffers import (
+    Allocation,
+    PlanBuffers,
+    RowsBuffers,
+    try_allocate,
+)
 from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup
 from megatron_ncclep.engines.native.plan import (
     HEADROOM,
@@ -31,7 +36,6 @@ from megatron_ncclep.errors import InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.group import EpGroup
 
 _Result = TypeVar("_Result")
-_Buffers = TypeVar("_Buffers")
 # The sizes of a call with a problem: any windows are large enough for it.
 NO_SHAPE = (0, 0, 0)
 
@@ -52,7 +56,7 @@ class PlanCall:
 
 
 @dataclass(eq=False, slots=True)
-class RowsCall(Generic[_Buffers]):
+class RowsCall:
     """A dispatch or combine that can be queued.
 
     Attributes:
@@ -63,9 +67,23 @@ class RowsCall(Generic[_Buffers]):
     """
 
     plan: NativePlan
-    buffers: _Buffers
+    buffers: RowsBuffers
     row_bytes: int
     stream: int
+
+    def arguments(self, num_sms: int) -> dict[str, Any]:
+        """Those of `_C.GroupHandle.dispatch` and `combine`."""
+        moved = self.buffers
+        return {
+            "plan": self.plan.handle,
+            "tokens": moved.tokens,
+            "topk_w": moved.topk_w,
+            "rows": moved.rows,
+            "row_w": moved.row_w,
+            "sums": moved.sums,
+            "num_sms": num_sms,
+            "stream": self.stream,
+        }
 
 
 class HostProtocol(EngineBase[NativePlan]):
@@ -205,7 +223,7 @@ class HostProtocol(EngineBase[NativePlan]):
         max_pairs = min(most_pairs, max_assignments)
         return PlanCapacity(num_local, most_tokens, max_pairs, max_assignments, limit)
 
-    def _note_load(self, plan: NativePlan, num_assignments: int) -> None:
+    def _record_load(self, plan: NativePlan, num_assignments: int) -> None:
         """Size the next plan's memory by what this one has received."""
         balanced = plan.most_tokens * plan.top_k
         self._capacity_factor = next_capacity_factor(
@@ -220,8 +238,8 @@ class HostProtocol(EngineBase[NativePlan]):
         plan: RoutePlan,
         rows: torch.Tensor,
         w: torch.Tensor | None,
-        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], _Buffers],
-    ) -> RowsCall[_Buffers]:
+        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], RowsBuffers],
+    ) -> RowsCall:
         """Check the arguments of dispatch or combine; provide memory and windows for it.
 
         The device compares them with those of the other ranks.  With `check_calls` the hosts do,
