@@ -12,22 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import caps_of, contract_cases, for_engine
-from fixtures import closed
-from imports import import_dynamo
-from left_out import (  # noqa: F401  (hooks of pytest)
+from deselect import (  # noqa: F401  (hooks of pytest)
     leave_out,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from fixtures import closed
+from imports import import_dynamo
 from megatron_versions import INSTALLED, put_first
 from network.option import add_network_option, use_network
 from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
-from patience import PatientPool
 from processes import LOCAL_RANKS
 from rank_pool import RankPool
 from small_job import Trainer
+from timeouts import PatientPool
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries import search

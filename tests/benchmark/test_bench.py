@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from broken_bench import HANGS, RAISES, WRONG
-from patience import patient
 from sample_result import sample_result
+from timeouts import patient
 
 from benchmarks.catalogue import LAUNCHED, is_train
 from benchmarks.shapes import load

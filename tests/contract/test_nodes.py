@@ -19,12 +19,12 @@ import torch
 from compare import assert_same_bits
 from contract_cases import caps_of, contract_cases, for_engine
 from on_ranks import gathered
-from patience import PatientPool, patient
 from rank_pool import RankContext, RankPool
 from run_case import all_steps_on_rank, assert_steps, ranks_on_node
 from test_autograd import step_of_both
 from test_batch_invariance import BATCHES, CASES, watch
 from test_overflow import TOO_MUCH, raised_on_rank
+from timeouts import PatientPool, patient
 
 from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.benchmark.shapes import network_rows, tables_of

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 from fixtures import closed
-from patience import patient
 from rank_pool import RankContext, RankError, RankPool
+from timeouts import patient
 
 from megatron_ncclep.ranks.group import EpGroup
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from layer_case import options_shown
 from megatron_setup import ep_config
-from patience import PatientPool
 from rank_pool import RankContext, RankPool
+from timeouts import PatientPool
 from trainer import BATCH, Model, ModelCase, differences
 
 from megatron_ncclep.errors import UnsupportedError

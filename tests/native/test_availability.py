@@ -20,8 +20,8 @@ import pytest
 import torch
 from fake_extension import Fake, FakeExtension
 from fakes import ThreadGroup, on_threads
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
 from rank_pool import RankContext, RankError, RankPool
+from timeouts import patient
 
 from megatron_ncclep.doctor import SECTIONS, choice, examine
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render

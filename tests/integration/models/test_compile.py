@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
 from megatron_ncclep.config import FIRST_TIMEOUT_S, EpConfig
 
