@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
 from rank import FAULTS, LONG_S
+from timeouts import patient
 
 # What never has to do with a rank that does not come.
 CRASHES = ("CUDA error", "illegal memory", "LibraryError")
