@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.benchmark.table import as_text, grid
+from benchmarks.grids import as_text, grid
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.engines.native.plan import HEADROOM
 from megatron_ncclep.engines.native.windows import tokens_of_windows

@@ -12,7 +12,7 @@ from contract_cases import caps_of, config_of
 from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, run_case
 
-from megatron_ncclep.benchmark.cases import Case
+from benchmarks.cases import Case
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.ops.combine import combine

@@ -8,7 +8,7 @@ from oracle import oracle_combine
 from rank_pool import RankContext, RankPool
 from run_case import Sums, fitted, opened, oracle_of, run_case
 
-from megatron_ncclep.benchmark.cases import Case
+from benchmarks.cases import Case
 
 WEIGHT_DTYPE = {torch.float64: torch.float64}
 

@@ -8,7 +8,7 @@ from oracle import oracle_dispatch
 from rank_pool import RankContext, RankPool
 from run_case import opened, oracle_of, run_case
 
-from megatron_ncclep.benchmark.cases import Case
+from benchmarks.cases import Case
 
 
 def dispatch_on_rank(

@@ -6,7 +6,7 @@ import torch
 from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, oracle_of, run_case
 
-from megatron_ncclep.benchmark.cases import Case
+from benchmarks.cases import Case
 
 
 def plan_on_rank(ctx: RankContext, case: Case, engine_name: str) -> dict:
