@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import HIGH_THROUGHPUT, network_model, plot, result
 from benchmarks.command import add_arguments, measure
 from megatron_ncclep.cli import Parser
-from megatron_ncclep.error_reporting import run_told
+from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.errors import EpError, InputError
 
 NAME = "benchmarks"
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's) and return its exit status."""
     args = make_parser().parse_args(argv)
-    return run_told(NAME, lambda: run(args))
+    return run_reporting(NAME, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:

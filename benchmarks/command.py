@@ -26,7 +26,7 @@ from benchmarks.result import Measured
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
 
 DEFAULT_CPU_RANKS = 2
@@ -119,7 +119,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
         device = "cuda" if gpus else "cpu"
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
     if device == "cuda":
-        place.require_gpus(ranks if world_size is None else 1)
+        topology.require_gpus(ranks if world_size is None else 1)
     job = Job.make(args, ranks, device)
     if device == "cpu" and args.config is None and not args.smoke:
         raise InputError(f"{job.config} takes hours on a CPU: give --smoke, or name a --config")
@@ -172,7 +172,7 @@ def _measure_as_rank(job: Job) -> Iterator[Measured]:
     """Measure every shape as one of torchrun's ranks; only rank 0 gets results."""
     backend = "gloo"
     if job.device == "cuda":
-        place.use_gpu(int(os.environ["LOCAL_RANK"]))
+        topology.use_gpu(int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=2 * job.timeout_s))
     try:

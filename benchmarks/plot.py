@@ -23,7 +23,7 @@ from benchmarks import result as results
 from benchmarks.grids import same_sizes, sizes
 from benchmarks.result import KINDS, LISTS
 from megatron_ncclep.cli import Parser
-from megatron_ncclep.error_reporting import run_told
+from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.errors import InputError
 
 NAME = "benchmarks.plot"
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    return run_told(NAME, lambda: run(args))
+    return run_reporting(NAME, lambda: run(args))
 
 
 if __name__ == "__main__":

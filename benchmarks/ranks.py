@@ -361,9 +361,9 @@ class _Copies:
         # This rank's own window has the rows that the peers put into their parts of it.
         held = torch.empty(length, self._row_bytes // 4, dtype=torch.int32)
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
-        place = torch.arange(length, dtype=torch.int32)
-        theirs = place // self._rows_per_peer != group.rank
-        named = (group.rank * length + place)[:, None].expand_as(held)
+        row_index = torch.arange(length, dtype=torch.int32)
+        theirs = row_index // self._rows_per_peer != group.rank
+        named = (group.rank * length + row_index)[:, None].expand_as(held)
         pushed = torch.equal(held[theirs], named[theirs])
         if not (pushed and pulled):
             raise LibraryError(

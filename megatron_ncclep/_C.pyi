@@ -328,11 +328,11 @@ def routes_and_weights(
     too_many_experts: int,
     topk_idx: Tensor,
     weights: Tensor,
-    block: int,
+    experts_per_block: int,
     stream: int,
 ) -> None: ...
 def probs_gradient(
-    topk_idx: Tensor, grad_weights: Tensor, grad_probs: Tensor, block: int, stream: int
+    topk_idx: Tensor, grad_weights: Tensor, grad_probs: Tensor, experts_per_block: int, stream: int
 ) -> None: ...
 def pack_messages(
     rows: Tensor,

@@ -25,7 +25,7 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import EpError
 
 
-def run_told(command: str, call: Callable[[], int]) -> int:
+def run_reporting(command: str, call: Callable[[], int]) -> int:
     """Return the result of `call`, or 2, with a line on stderr, if it raises an EpError.
 
     The same happens, after the traceback, when one of the script's own collectives fails because a
@@ -78,7 +78,7 @@ def _is_of_stdout(error: OSError) -> bool:
 
 @functools.cache
 def install_excepthook() -> None:
-    """Report errors as `run_told` does, for scripts that are run without it.
+    """Report errors as `run_reporting` does, for scripts that are run without it.
 
     The report is in torchrun's summary, and in the last line of a rank whose own collective failed
     because another rank has died.  Traceback and exit status do not change.

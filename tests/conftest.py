@@ -31,7 +31,7 @@ from small_job import Trainer
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries import search
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -150,11 +150,11 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
             "than one --backend must be nccl"
         )
     if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
-        os.environ[place.ENABLE] = "1"
-        if torch.cuda.device_count() == 0 or not place.may_share_gpu():
+        os.environ[topology.ENABLE] = "1"
+        if torch.cuda.device_count() == 0 or not topology.may_share_gpu():
             raise pytest.UsageError(
                 f"--backend nccl: {ranks[-1]} ranks on {torch.cuda.device_count()} GPU(s) with "
-                f"NCCL {search.find_nccl()}: {place.HOW_TO_SHARE}"
+                f"NCCL {search.find_nccl()}: {topology.HOW_TO_SHARE}"
             )
 
 

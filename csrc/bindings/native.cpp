@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "bindings/c_calls.h"
-#include "native/host/call.h"
+#include "native/host/call_signature.h"
 #include "native/host/checks.h"
 #include "native/rows/cta_roles.h"
 

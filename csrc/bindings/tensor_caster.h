@@ -16,13 +16,13 @@ namespace py = pybind11;
 namespace ncclep {
 
 inline DType dtype_of(const std::string& name) {
-  if (name == "torch.uint8" || name == "torch.bool") return DType::kUint8;  // a bool is 0 or 1
-  if (name == "torch.int32") return DType::kInt32;
-  if (name == "torch.int64") return DType::kInt64;
-  if (name == "torch.float16") return DType::kFloat16;
-  if (name == "torch.bfloat16") return DType::kBFloat16;
-  if (name == "torch.float32") return DType::kFloat32;
-  if (name == "torch.float64") return DType::kFloat64;
+  if (name == "torch.uint8" || name == "torch.bool") return ncclepUint8;  // a bool is 0 or 1
+  if (name == "torch.int32") return ncclepInt32;
+  if (name == "torch.int64") return ncclepInt64;
+  if (name == "torch.float16") return ncclepFloat16;
+  if (name == "torch.bfloat16") return ncclepBfloat16;
+  if (name == "torch.float32") return ncclepFloat32;
+  if (name == "torch.float64") return ncclepFloat64;
   fail("the native code takes no ", name, " tensors");
 }
 
@@ -103,7 +103,7 @@ class Passed {
 
   bool load(py::handle source) {
     if (source.is_none()) return true;
-    DType dtype = DType::kUint8;
+    DType dtype = ncclepUint8;
     const auto push = [this](std::int64_t size) {
       require(tensor_.ndim < NCCLEP_MAX_DIMS, "a tensor has more than ", NCCLEP_MAX_DIMS,
               " dimensions");

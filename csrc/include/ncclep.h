@@ -292,7 +292,7 @@ typedef struct {
   const ncclepTensor_t* kept; /* int32 [T, K], scratch: static mode where rows may be dropped; NULL:
                                  max_recv_rows is enough for any routing */
   const ncclepTensor_t* lacked; /* int64 [R], updated: the most rows that each rank lacked; NULL:
-                                   not wanted; needs kept */
+                                   not needed; needs kept */
   int num_sms;                  /* that the kernels may use, at least ncclepMinSms */
   void* stream;
 } ncclepPlanConfig_t;

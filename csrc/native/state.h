@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "include/ncclep.h"
+
 namespace ncclep::native {
 
 #ifdef __CUDACC__
@@ -37,18 +39,24 @@ constexpr int kUnit = 32;
 constexpr int kPhases = 9;
 
 enum class Phase : std::uint32_t {
-  kNone,
-  kPlan,
-  kRoutes,
-  kDispatch,
-  kCombine,
-  kLowLatencyDispatch,
-  kLowLatencyCombine
+  kNone = ncclepPhaseNone,
+  kPlan = ncclepPhasePlan,
+  kRoutes = ncclepPhaseRoutes,
+  kDispatch = ncclepPhaseDispatch,
+  kCombine = ncclepPhaseCombine,
+  kLowLatencyDispatch = ncclepPhaseLowLatencyDispatch,
+  kLowLatencyCombine = ncclepPhaseLowLatencyCombine
 };
 
 // Why a group has failed on this rank: another rank was late, is in a different call, or refused a
 // call; or this rank's low-latency calls did not alternate.
-enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused, kOutOfTurn };
+enum class Reason : std::uint32_t {
+  kNone = ncclepReasonNone,
+  kLate = ncclepReasonLate,
+  kDiffers = ncclepReasonDiffers,
+  kRefused = ncclepReasonRefused,
+  kOutOfTurn = ncclepReasonOutOfTurn
+};
 
 // Each signal from one rank to another is one word, which only the sender writes.
 enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
@@ -224,8 +232,8 @@ struct KernelContext {
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
-  // The arguments that must be equal on all ranks (host/call.h); 0 where the hosts have agreed on
-  // them.
+  // The arguments that must be equal on all ranks (host/call_signature.h); 0 where the hosts have
+  // agreed on them.
   std::uint64_t call;
 };
 

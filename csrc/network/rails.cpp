@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/error.h"
-#include "nccl/made_in_time.h"
+#include "nccl/run_with_deadline.h"
 
 namespace ncclep::network {
 
@@ -62,7 +62,7 @@ Rails::Rails(std::shared_ptr<Communicator> communicator, double timeout_s,
   const std::string late =
       join_text("no network for kernels between the ", num_domains_, " domains within ", timeout_s,
                 " s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO");
-  made_in_time(make, late, communicator_->device(), timeout_s, poll);
+  run_with_deadline(make, late, communicator_->device(), timeout_s, poll);
   device_ = *made;
 }
 

@@ -13,7 +13,7 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
-from megatron_ncclep.engines.overflow import Shortage, rows_limit
+from megatron_ncclep.engines.overflow import OverflowReport, rows_limit
 from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
@@ -59,7 +59,7 @@ class EngineBase(Uncopied, Generic[_Plan]):
         self.config = config
         self.streams = StreamKeeper(group.device)
         group.timeout_s = config.timeout_s
-        self._shortage = Shortage.shared(group, config)
+        self._overflow_report = OverflowReport.shared(group, config)
         self._closed = False
 
     @property
@@ -73,8 +73,8 @@ class EngineBase(Uncopied, Generic[_Plan]):
             return
         self._closed = True
         self._release()
-        if self._shortage is not None:
-            self.group.release(Shortage.name(self.config), self.timeout_s)
+        if self._overflow_report is not None:
+            self.group.release(OverflowReport.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
         """Release the engine's other resources.  Collective."""

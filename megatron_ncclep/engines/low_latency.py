@@ -241,7 +241,7 @@ class LowLatency(Uncopied):
             return f"{num_tokens} tokens: the low-latency object was made for {sizes.max_tokens}"
         if top_k != sizes.top_k:
             return f"topk_idx has top_k {top_k}: the low-latency object was made for {sizes.top_k}"
-        wanted = [
+        expected = [
             ("x", tokens.x, sizes.payload, (num_tokens, sizes.hidden)),
             ("weights", tokens.weights, torch.float32, (num_tokens, top_k)),
         ]
@@ -251,8 +251,8 @@ class LowLatency(Uncopied):
                 f"made for num_scales {sizes.num_scales}"
             )
         if scales is not None:
-            wanted.append(("scales", scales, torch.float32, (num_tokens, sizes.num_scales)))
-        return _first_problem(wanted, device) or self._calls.topk_problem(tokens.topk_idx)
+            expected.append(("scales", scales, torch.float32, (num_tokens, sizes.num_scales)))
+        return _first_problem(expected, device) or self._calls.topk_problem(tokens.topk_idx)
 
     def _combine_problem(self, y: torch.Tensor, rows_of: torch.Tensor | None) -> str | None:
         sizes, device = self.sizes, self.group.device
@@ -272,10 +272,10 @@ class LowLatency(Uncopied):
 
 
 def _first_problem(
-    wanted: Sequence[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]],
+    expected: Sequence[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]],
     device: torch.device,
 ) -> str | None:
-    for name, tensor, dtype, shape in wanted:
+    for name, tensor, dtype, shape in expected:
         if tuple(tensor.shape) != shape:
             return f"{name} has shape {list(tensor.shape)}: it must be {list(shape)}"
         if tensor.dtype != dtype:

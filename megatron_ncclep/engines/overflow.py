@@ -20,7 +20,7 @@ from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
 
-# A word of `Shortage.words`: the upper half has the rows that a rank lacked, the lower half those
+# A word of `OverflowReport.words`: upper half the rows that a rank lacked, lower half those
 # it had.
 _HALF = 32
 
@@ -124,8 +124,8 @@ def drop_what_does_not_fit(
     column = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx)
     routed = routed.scatter(1, column, True)[:, :num_experts]
     # The place of each assignment within its expert's rows.
-    place = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
-    opens = routed & (place % alignment == 0)
+    rank_in_expert = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
+    opens = routed & (rank_in_expert % alignment == 0)
     # For each destination, in the order (token, local expert).
     opens = opens.view(num_tokens, num_ranks, num_local).transpose(0, 1)
     opened = opens.reshape(num_ranks, num_tokens * num_local).cumsum(dim=1)
@@ -153,7 +153,7 @@ def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 # --- reporting -----------------------------------------------------------------------------------
 
 
-class Shortage:
+class OverflowReport:
     """Rows that ranks lacked, for `on_overflow` "raise" and "rerun"; every rank knows all ranks'.
 
     Recording does not wait.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads the
@@ -185,7 +185,7 @@ class Shortage:
         return f"rows lacked of {config.max_recv_rows}, {config.on_overflow}"
 
     @classmethod
-    def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
+    def shared(cls, group: EpGroup, config: EpConfig) -> OverflowReport | None:
         """The group's object for an engine with these options; None if it records nothing."""
         if config.on_overflow == DROP or not can_drop(config):
             return None
@@ -243,9 +243,9 @@ class Shortage:
 
 
 @contextmanager
-def set_aside(shortages: Iterable[Shortage]) -> Iterator[None]:
+def set_aside(reports: Iterable[OverflowReport]) -> Iterator[None]:
     """Record only what comes inside; afterwards, what was recorded before.  Does not wait."""
-    before = [(shortage.words, shortage.words.clone()) for shortage in shortages]
+    before = [(report.words, report.words.clone()) for report in reports]
     for words, _ in before:
         words.zero_()
     try:
@@ -276,7 +276,7 @@ def rows_dropped(
 
 
 def needed_and_had(word: int) -> tuple[int, int]:
-    """The rows that a rank needed and those that it had, from a word of `Shortage.words`."""
+    """The rows that a rank needed and those that it had, from a word of `OverflowReport.words`."""
     had = word & (1 << _HALF) - 1
     return had + (word >> _HALF), had
 

@@ -70,7 +70,7 @@ class AllToAll:
         return self._received
 
 
-class Unwaited:
+class PendingTransfers:
     """Exchanges of a group that no host has waited for; `check` waits, with a deadline."""
 
     def __init__(self, group: EpGroup) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import EpError, GroupClosedError, PeerError
 from megatron_ncclep.logs import get_logger
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.hosts import Hosts
 from megatron_ncclep.ranks.torch_group import require_alive
 
@@ -30,7 +30,7 @@ _Thing = TypeVar("_Thing")
 # ranks that share several.  The list does not keep the torch groups alive.
 _groups: list[EpGroup] = []
 # Seconds left for freeing when waiting for the other ranks has used up the deadline.
-FREE_S = 5.0
+FREE_TIMEOUT_S = 5.0
 _CLOSED = (
     "the expert-parallel group was closed, by megatron_ncclep.close() or by Megatron's "
     "destroy_model_parallel(): create the engine (or build the model) again"
@@ -155,7 +155,7 @@ class EpGroup(Hosts):
         # Freeing waits for the device, which may itself wait for a rank that is gone.
         thread = threading.Thread(target=self._free, name="ncclep-close", daemon=True)
         thread.start()
-        thread.join(max(give_up - time.monotonic(), FREE_S))
+        thread.join(max(give_up - time.monotonic(), FREE_TIMEOUT_S))
         if thread.is_alive():
             self._log_close(
                 logging.WARNING,
@@ -205,7 +205,7 @@ class EpGroup(Hosts):
         Raises:
             PeerError: a wait for another rank passed its deadline on the device: everything that
                 engines have returned since is NaN.
-            RowsDroppedError: see `Shortage.check`.
+            RowsDroppedError: see `OverflowReport.check`.
         """
         for shared in list(self._shared.values()):
             if check := getattr(shared.thing, "check", None):
@@ -262,7 +262,7 @@ class EpGroup(Hosts):
     def ranks_per_node(self, timeout_s: float) -> list[int]:
         """The number of the group's ranks on each node.  Collective on the first call."""
         if self._ranks_per_node is None:
-            mine = torch.tensor([_number_of(place.host_name())])
+            mine = torch.tensor([_number_of(topology.host_name())])
             hosts = self.gather(mine, "open, exchanging the names of nodes", timeout_s)
             self._ranks_per_node = list(Counter(hosts.flatten().tolist()).values())
         return self._ranks_per_node
@@ -277,7 +277,7 @@ class EpGroup(Hosts):
                 self._ranks_per_gpu = 1
                 return 1
             gpu = _number_of(str(torch.cuda.get_device_properties(self.device).uuid))
-            mine = torch.tensor([gpu, place.most_ranks_per_gpu()])
+            mine = torch.tensor([gpu, topology.most_ranks_per_gpu()])
             theirs = self.gather(mine, "open, exchanging which GPUs the ranks have", timeout_s)
             inside = max(Counter(theirs[:, 0].tolist()).values())
             self._ranks_per_gpu = max(inside, int(theirs[:, 1].max()))

@@ -1,7 +1,7 @@
 """How the hosts of a group's ranks exchange messages, count their calls, and agree on them.
 
 Ranks that move rows must be in the same call with matching arguments.  So each rank sends a message
-to all others, through shared memory where they have some (`exchange.py`), and otherwise over torch
+to all others, through shared memory where they have some (`host_link.py`), and otherwise over torch
 (`torch_group.py`).
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
-from megatron_ncclep.ranks.exchange import DYING_S, HostLink
+from megatron_ncclep.ranks.host_link import DYING_TIMEOUT_S, HostLink
 from megatron_ncclep.ranks.torch_group import TEXT_BYTES, TorchGroup, bytes_of
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
@@ -34,7 +34,7 @@ START_AGAIN = (
     "the model) again"
 )
 # Calls in which ranks that have refused one take part.
-FRESH_PHASES = ("open", "close")
+CLEARING_PHASES = ("open", "close")
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Hosts(TorchGroup):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def enter(self, skips_exchange: bool = True, is_fresh: bool = False) -> int:
+    def enter(self, skips_exchange: bool = True, clears_refusals: bool = False) -> int:
         """Count a call in which the hosts need not agree; `agree` counts its own.
 
         Not collective, but every rank counts the same calls.
 
         Args:
             skips_exchange: this rank exchanges nothing in it; ranks that do exchange raise.
-            is_fresh: ranks that have refused an earlier call take part too.
+            clears_refusals: ranks that have refused an earlier call take part too.
 
         Returns:
             the number of the call, the same on every rank.
@@ -83,8 +83,8 @@ class Hosts(TorchGroup):
         """
         _ = self.process_group  # raises when torch no longer knows it
         self._num_calls += 1
-        self._is_used |= not is_fresh
-        self._since = self._num_calls if is_fresh else 0
+        self._is_used |= not clears_refusals
+        self._since = self._num_calls if clears_refusals else 0
         self._link.enter(self._num_calls, skips_exchange, self._since)
         return self._num_calls
 
@@ -115,7 +115,7 @@ class Hosts(TorchGroup):
         """
         return self._link.rank_ahead()
 
-    def lost(self, wait_s: float = DYING_S) -> str:
+    def lost(self, wait_s: float = DYING_TIMEOUT_S) -> str:
         """Say which ranks have died or left; empty if none is known.  See `HostLink.lost`."""
         return self._link.lost(wait_s)
 
@@ -148,8 +148,8 @@ class Hosts(TorchGroup):
             PeerError: a rank did not come in time, died, or is in a different call.
         """
         # A rank that has refused a call still takes part in closing engines and opening new ones.
-        is_fresh = phase in FRESH_PHASES
-        call = self.enter(skips_exchange=False, is_fresh=is_fresh)
+        clears_refusals = phase in CLEARING_PHASES
+        call = self.enter(skips_exchange=False, clears_refusals=clears_refusals)
         head = (PHASES.index(phase), call)
         state = HAS_PROBLEM * (problem is not None) | HAS_REFUSED * bool(self._own_refusal)
         text = repr(values).encode()  # takes a third of JSON's time
@@ -163,11 +163,11 @@ class Hosts(TorchGroup):
         while any(row[:2] != head for row in theirs):
             if not any(row[2] & HAS_REFUSED for row in theirs):
                 raise self._failed(PeerError(different_calls(_where(theirs))))
-            if is_fresh and {row[0] for row in theirs} == {head[0]}:
+            if clears_refusals and {row[0] for row in theirs} == {head[0]}:
                 # Some ranks queued further calls before they heard of the refusal.
                 self._num_calls = call = max(row[1] for row in theirs)
                 break
-            self._tell_of_refusal(theirs, is_fresh, phase, timeout_s)
+            self._tell_of_refusal(theirs, clears_refusals, phase, timeout_s)
             everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
             theirs = list(MESSAGE.iter_unpack(everything))
         if any(row[2] & HAS_PROBLEM for row in theirs):
@@ -178,7 +178,7 @@ class Hosts(TorchGroup):
         return Agreement(call, [row[3] for row in theirs])
 
     def _tell_of_refusal(
-        self, theirs: list[tuple[Any, ...]], is_fresh: bool, phase: str, timeout_s: float
+        self, theirs: list[tuple[Any, ...]], clears_refusals: bool, phase: str, timeout_s: float
     ) -> None:
         """Meet ranks that have refused a call while others are in it.  Collective.
 
@@ -187,7 +187,8 @@ class Hosts(TorchGroup):
 
         Args:
             theirs: every rank's message.
-            is_fresh: this rank is in an open or close too, and will exchange its message again.
+            clears_refusals: this rank is in an open or close too, and will exchange its message
+                again.
 
         Raises:
             RefusedError: on ranks that are in another call; the same text on all.
@@ -195,9 +196,9 @@ class Hosts(TorchGroup):
         """
         what = f"{phase}, exchanging why a call was refused"
         texts = self._exchange_texts(self._own_refusal, what, timeout_s)
-        if not is_fresh:
+        if not clears_refusals:
             raise RefusedError(next(filter(None, texts)))
-        if all(PHASES[row[0]] in FRESH_PHASES for row in theirs):
+        if all(PHASES[row[0]] in CLEARING_PHASES for row in theirs):
             raise self._failed(PeerError(different_calls(_where(theirs))))
 
     def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:

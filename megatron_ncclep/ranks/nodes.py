@@ -28,9 +28,9 @@ from torch._C._distributed_c10d import PrefixStore
 from megatron_ncclep import envs
 from megatron_ncclep.errors import EngineUnavailableError, PeerError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.agreement import on_all_ranks
-from megatron_ncclep.ranks.all_to_all import Unwaited
+from megatron_ncclep.ranks.all_to_all import PendingTransfers
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -109,7 +109,7 @@ class Grid:
     Attributes:
         nodes: the shape.
         local: this node's ranks, by local index; the whole group where there is one node.
-        unwaited: network transfers that no host has waited for.
+        pending_transfers: network transfers that no host has waited for.
     """
 
     def __init__(self, group: EpGroup, nodes: Nodes, timeout_s: float) -> None:
@@ -117,7 +117,7 @@ class Grid:
         self.nodes = nodes
         self._made: dist.ProcessGroup | None = None
         self.local = group
-        self.unwaited = Unwaited(group)
+        self.pending_transfers = PendingTransfers(group)
         if nodes.count > 1:
             self._made = _group_of_node(group, nodes, timeout_s)
             self.local = EpGroup(self._made, group)
@@ -125,7 +125,7 @@ class Grid:
     def check(self) -> None:
         """See `EpGroup.check`: network transfers, and what this node's ranks share."""
         # First, because it has a deadline: transfers inside the node wait for those between nodes.
-        self.unwaited.check()
+        self.pending_transfers.check()
         if self._made is not None:
             self.local.check()
 
@@ -177,7 +177,8 @@ def _own_node(group: EpGroup) -> tuple[str, bool]:
     ranks_on_each = envs.get("NCCLEP_LOCAL_RANKS")
     if ranks_on_each is not None:
         return f"node {group.rank // ranks_on_each}", False
-    return place.host_name(), group.device.type == "cuda" and extension.unavailable_reason() is None
+    on_gpu = group.device.type == "cuda"
+    return topology.host_name(), on_gpu and extension.unavailable_reason() is None
 
 
 def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
 from megatron_ncclep.libraries.tested import numbers
-from megatron_ncclep.ranks.exchange import DYING_S
+from megatron_ncclep.ranks.host_link import DYING_TIMEOUT_S
 from megatron_ncclep.ranks.uncopied import Uncopied
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
@@ -87,7 +87,7 @@ class TorchGroup(Uncopied):
             raise GroupClosedError(_DESTROYED)
         return group
 
-    def lost(self, wait_s: float = DYING_S) -> str:
+    def lost(self, wait_s: float = DYING_TIMEOUT_S) -> str:
         """Say which ranks have died or left; empty if that is not known, as here."""
         return ""
 

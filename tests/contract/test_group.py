@@ -30,8 +30,8 @@ from megatron_ncclep.errors import (
 )
 from megatron_ncclep.ranks import all_to_all, torch_group
 from megatron_ncclep.ranks import group as ranks_group
-from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.host_link import HostLink
 
 DEADLINE_S = patient(60.0)
 # Each test has groups of this process alone: with GPUs nothing of them would differ.
@@ -239,7 +239,7 @@ def test_a_busy_device_does_not_keep_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Freeing waits for the device, which may wait for a rank that is gone for many minutes."""
-    monkeypatch.setattr(ranks_group, "FREE_S", 0.0)
+    monkeypatch.setattr(ranks_group, "FREE_TIMEOUT_S", 0.0)
     is_idle, is_freed = threading.Event(), threading.Event()
     group = EpGroup.of(process_group)
     group.timeout_s = 0.0

@@ -32,7 +32,7 @@ from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
-from megatron_ncclep.ranks.all_to_all import AllToAll, Unwaited
+from megatron_ncclep.ranks.all_to_all import AllToAll, PendingTransfers
 from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.ranks(4), pytest.mark.cpu_only]
@@ -312,11 +312,11 @@ def test_what_crosses_has_a_deadline(
     group: Any = SimpleNamespace(
         rank=0, size=2, device=torch.device("cuda"), refusal=lambda rank: refusals.get(rank, "")
     )
-    unwaited = Unwaited(group)
-    unwaited.check()  # nothing has crossed
-    unwaited.record("dispatch between nodes", 0.05)
+    pending_transfers = PendingTransfers(group)
+    pending_transfers.check()  # nothing has crossed
+    pending_transfers.record("dispatch between nodes", 0.05)
     if error is None:
-        unwaited.check()
+        pending_transfers.check()
         return
     with pytest.raises(error, match=text):
-        unwaited.check()
+        pending_transfers.check()

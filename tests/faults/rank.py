@@ -255,8 +255,8 @@ def main(backend: str, engine_name: str, name: str) -> None:
     Job(ctx, engine, is_culprit).steps()
     engine.close()
     # On a CPU, waiting ranks notice a rank that ends, which takes a while on a busy machine.
-    is_told = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
-    config = patient if is_told else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
+    is_reported = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
+    config = patient if is_reported else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
     job = Job(ctx, create_engine(ctx.group, num_experts, config), is_culprit)
     job.steps()
     start = time.monotonic()

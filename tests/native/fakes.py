@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.host_link import HostLink
 
 
 def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -> Path:

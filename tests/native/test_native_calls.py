@@ -108,9 +108,9 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
             assert lacked is None
             return
         lacked[1] = 16 << 32 | 64
-        shortage = engine.group._shared["rows lacked of 64, raise"].thing
+        report = engine.group._shared["rows lacked of 64, raise"].thing
         with pytest.raises(RowsDroppedError, match="rank 1 needed 80 rows and had 64"):
-            shortage.check()
+            report.check()
         engine.group.is_warmup = True
         engine.plan(assignments(10))
         assert native.named("plan")[-1].lacked is None

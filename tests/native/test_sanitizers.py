@@ -50,7 +50,7 @@ MISTAKES = {
         "clear_memory(&state_->received, sizeof(state_->received));", ""),
         "launched.received == 0"),
     "rounds are those of the windows before": (Change(
-        "native/host/group.cpp", "num_rounds_for(control, «row_bytes»,", "std::size_t{0}"),
+        "native/host/group.cpp", "num_rounds_for(control, «shape.row_bytes»,", "std::size_t{0}"),
         "launched.num_rounds > 1"),
     "a group closes while something is on its way": (Change(
         "native/host/group.cpp", "longest_timeout_s_);\n  «settle();»", ""),

@@ -169,7 +169,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             inside = on_all_ranks(self.group, what, plan_inside, self.timeout_s)
         else:
             inside = plan_inside()
-        self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
+        self._record_overflow(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
         self._end_call("plan")
         return HierarchicalPlan(
             plan_id=call,
@@ -315,12 +315,12 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             self._engine.num_nodes = self.nodes.count
         return self._engine
 
-    def _note_shortage(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
+    def _record_overflow(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
         """Record how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
-        if self._shortage is None:
+        if self._overflow_report is None:
             return
         limit = self.rows_limit(most_tokens, topk_idx.shape[1])
-        assert limit is not None  # or there would be no shortage
+        assert limit is not None  # or nothing would be recorded
         # An extra entry counts assignments that are not routed.
         assignments = (
             torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
@@ -333,7 +333,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         sent = counts[:-1].expand(self.group.size, -1)
         exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
-        self._shortage.record(needed, limit)
+        self._overflow_report.record(needed, limit)
 
     def _pieces(self, plan: HierarchicalPlan, rows: torch.Tensor) -> list[Piece]:
         """The chunks in which rows cross; the same on all ranks."""
@@ -352,4 +352,4 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _end_call(self, phase: str) -> None:
         """End of every call: let `check` wait for transfers that no host has waited for."""
         if not self._waits:
-            self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)
+            self._grid.pending_transfers.record(f"{phase} between nodes", self.timeout_s)

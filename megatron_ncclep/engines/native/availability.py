@@ -18,7 +18,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native.network import network_problem
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 from megatron_ncclep.libraries import extension, search
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
@@ -109,11 +109,11 @@ def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
 
 def default_num_sms(group: EpGroup, ranks_per_gpu: int) -> int:
     """The number of SMs that the kernels of one rank use unless `num_sms` is set."""
-    wanted = max(DEFAULT_NUM_SMS, extension.load().native_min_sms(group.size))
+    requested = max(DEFAULT_NUM_SMS, extension.load().native_min_sms(group.size))
     if ranks_per_gpu == 1:
-        return wanted
+        return requested
     gpu = torch.cuda.get_device_properties(group.device)
-    return min(wanted, most_sms(gpu.multi_processor_count, ranks_per_gpu))
+    return min(requested, most_sms(gpu.multi_processor_count, ranks_per_gpu))
 
 
 def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
@@ -169,10 +169,10 @@ def _own_place(device: torch.device) -> _Place:
     own = torch.cuda.get_device_properties(device)
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     return _Place(
-        host=place.host_name()[:64],
+        host=topology.host_name()[:64],
         gpu=str(own.uuid),
         name=own.name,
-        may_share=place.may_share_gpu(),
+        may_share=topology.may_share_gpu(),
         capability=torch.cuda.get_device_capability(device),
         unreachable=[
             str(torch.cuda.get_device_properties(other).uuid)
@@ -200,7 +200,7 @@ def _group_problem(places: Sequence[_Place]) -> str | None:
             return (
                 f"ranks {rank_of[each.gpu]} and {rank} share one GPU ({each.name}, UUID "
                 f"{each.gpu}): give every rank its own, with torch.cuda.set_device(LOCAL_RANK) "
-                f"before the process group is made; {place.HOW_TO_SHARE} on every rank"
+                f"before the process group is made; {topology.HOW_TO_SHARE} on every rank"
             )
         rank_of[each.gpu] = rank
     models = [f"{p.name} (sm_{''.join(map(str, p.capability))})" for p in places]

@@ -113,7 +113,7 @@ class NativeEngine(HostProtocol):
             max_pairs=capacity.max_pairs,
             max_assignments=capacity.max_assignments,
             kept=buffers.kept,
-            lacked=None if self._shortage is None else self._shortage.for_kernel(),
+            lacked=None if self._overflow_report is None else self._overflow_report.for_kernel(),
             num_sms=self.num_sms,
             stream=stream,
         )
@@ -170,7 +170,7 @@ class NativeEngine(HostProtocol):
                 num_sms=self.num_sms,
                 stream=plan.stream,
             )
-        self._note_load(plan, sizes.num_assignments)
+        self._record_load(plan, sizes.num_assignments)
 
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None

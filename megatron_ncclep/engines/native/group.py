@@ -32,7 +32,7 @@ BAD_ROUTING = "the routing of an earlier plan was bad"
 # more static plans.
 EVEN_PLANS = 100
 # The deadline of a rank that closes its windows alone, in seconds.
-ALONE_S = 1e-3
+ALONE_TIMEOUT_S = 1e-3
 # Values besides the phase that must be equal on all ranks, in the order in which differences are
 # reported.
 VALUES = (
@@ -296,7 +296,7 @@ class NativeGroup:
 
     def leave(self) -> None:
         """Make closing wait for no other rank, which several NVLink domains' ranks otherwise do."""
-        self.native.begin(ALONE_S, 0, 0, 0)
+        self.native.begin(ALONE_TIMEOUT_S, 0, 0, 0)
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:

@@ -205,7 +205,7 @@ class HostProtocol(EngineBase[NativePlan]):
         max_pairs = min(most_pairs, max_assignments)
         return PlanCapacity(num_local, most_tokens, max_pairs, max_assignments, limit)
 
-    def _note_load(self, plan: NativePlan, num_assignments: int) -> None:
+    def _record_load(self, plan: NativePlan, num_assignments: int) -> None:
         """Size the next plan's memory by what this one has received."""
         balanced = plan.most_tokens * plan.top_k
         self._capacity_factor = next_capacity_factor(

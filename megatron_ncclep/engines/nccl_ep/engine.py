@@ -69,10 +69,10 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         alignment = self.config.block_alignment
         num_tokens, top_k = topk_idx.shape
         limit = self.rows_limit(num_tokens, top_k)
-        wanted = self._local(counts)
+        requested = self._local(counts)
         if limit is not None and can_drop(self.config):
-            if self._shortage is not None:
-                self._shortage.record(rows_needed(counts, alignment), limit)
+            if self._overflow_report is not None:
+                self._overflow_report.record(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         order = None
@@ -81,7 +81,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         routed = self._local(counts)
         padded = (routed + alignment - 1) // alignment * alignment
         num_used = int(padded.sum())
-        num_dropped = (wanted - routed).sum().view(1)
+        num_dropped = (requested - routed).sum().view(1)
         plan = NcclEpPlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,

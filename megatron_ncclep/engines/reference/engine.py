@@ -318,8 +318,8 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """
         opens_block = received & ((received.cumsum(1) - 1) % self.config.block_alignment == 0)
         rows = opens_block.T.flatten().cumsum(0) * self.config.block_alignment
-        if self._shortage is not None:
-            self._shortage.record(self._needed(rows), limit)
+        if self._overflow_report is not None:
+            self._overflow_report.record(self._needed(rows), limit)
         return (rows <= limit).view_as(received.T).T
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,8 @@ class ReferenceLowLatency:
         w = [torch.where(assignments, tokens.weights, 0) for assignments in here]
         counts = self._exchange(self._tokens_of.sum(dim=1).int().view(-1, 1)).view(-1)
         topk = self._send_rows(local)
-        place = torch.arange(self._sizes.max_tokens, device=topk.device)
-        topk.masked_fill_((place >= counts.view(-1, 1))[:, :, None], NOT_ROUTED)
+        row_index = torch.arange(self._sizes.max_tokens, device=topk.device)
+        topk.masked_fill_((row_index >= counts.view(-1, 1))[:, :, None], NOT_ROUTED)
         self._received = LowLatencyRows(
             rows=self._send_rows([tokens.x] * self._group.size),
             topk_idx=topk,

@@ -68,7 +68,7 @@ def select_experts(
         return options, choice, None
     from megatron_ncclep.integration.experts.grouped import group_experts
 
-    group_experts(layer.experts, last_expert_first=True)
+    group_experts(layer.experts, reverse_local_experts=True)
     return options, choice, GroupedInLayer(layer, is_asked_for)
 
 
@@ -145,7 +145,7 @@ def counts_wanted(experts: Any) -> dict[str, bool]:
     # The op fuser passes the counts on.  Where TransformerEngine has no kernel that reads them, it
     # splits the rows by these counts, so they must add up to the number of rows.
     if _is_op_fused(experts) or _have_grouped_tensors(experts):
-        return {"counts_on_device": True, "counts_add_up": True}
+        return {"counts_on_device": True, "counts_cover_all_rows": True}
     return {}
 
 

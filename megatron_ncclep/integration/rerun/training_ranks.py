@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.overflow import Shortage
+from megatron_ncclep.engines.overflow import OverflowReport
 from megatron_ncclep.integration.rerun.state import ModelState
 from megatron_ncclep.ranks.torch_group import TorchGroup
 
@@ -48,13 +48,13 @@ class TrainingRanks(TorchGroup):
         )
         return mine.tolist()
 
-    def largest_word(self, shortages: Iterable[Shortage]) -> torch.Tensor:
+    def largest_word(self, reports: Iterable[OverflowReport]) -> torch.Tensor:
         """This rank's largest word of these, int64 on the device; 0: all rows fit.
 
-        The ranks of an expert-parallel group know each other's shortages; those of other groups,
+        The ranks of an expert-parallel group know each other's reports; those of other groups,
         such as other pipeline stages and replicas, get them from `largest`.
         """
-        found = [shortage.words.max().to(self.device) for shortage in shortages]
+        found = [report.words.max().to(self.device) for report in reports]
         return torch.stack([torch.zeros((), dtype=torch.int64, device=self.device), *found]).max()
 
 

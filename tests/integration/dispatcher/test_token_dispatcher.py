@@ -122,7 +122,7 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
 
 
 @pytest.mark.parametrize("pads", [False, True], ids=["", "pads to capacity"])
-@pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts add up"])
+@pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts cover all rows"])
 def test_no_hook_reads_the_device(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, pads: bool, adds_up: bool
 ) -> None:
@@ -130,7 +130,7 @@ def test_no_hook_reads_the_device(
     dropped, and with capacity padding for the number of assignments.  On a CPU nothing waits.
     """
     options = dataclasses.replace(STATIC, engine="far")
-    counts = {"counts_on_device": True, "counts_add_up": adds_up}
+    counts = {"counts_on_device": True, "counts_cover_all_rows": adds_up}
     dispatcher = make(options, pads, **counts)
     hidden = torch.ones(3, 2, 8, requires_grad=True)
     probs = torch.ones(6, NUM_EXPERTS, requires_grad=True)
@@ -159,7 +159,7 @@ def test_how_experts_get_the_counts(make: Callable[..., Any], options: EpConfig)
     for counts, expected in (
         ({}, [16, 0, 16, last]),
         ({"counts_on_device": True}, [16, 0, 16, 0]),
-        ({"counts_on_device": True, "counts_add_up": True}, [16, 0, 16, last]),
+        ({"counts_on_device": True, "counts_cover_all_rows": True}, [16, 0, 16, last]),
     ):
         dispatcher = make(options, pads=False, **counts)
         _, w = dispatcher.dispatch_preprocess(torch.ones(3, 8), routing_map, routing_map.float())
