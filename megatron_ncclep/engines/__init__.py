@@ -132,7 +132,7 @@ def create_engine(
             **config.common(),
             "ranks_per_expert": ranks_per_expert,
         }
-    group.agree("open", values, problem, group.deadline_s(config))
+    group.hosts.agree("open", values, problem, group.deadline_s(config))
     name, reason = choose_engine(group, config, num_experts)
     _announce(group, name, reason, config)
     engine = ENGINES[name].build(group, num_experts, config)
@@ -158,7 +158,7 @@ def choose_engine(
         EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
     """
     if config.engine != AUTO:
-        reason = group.gather_problems(
+        reason = group.hosts.gather_problems(
             _unavailable_reason(config.engine, group, config, num_experts),
             "open",
             group.deadline_s(config),
@@ -168,7 +168,7 @@ def choose_engine(
         return config.engine, "requested by name"
     reasons: list[str] = []
     for name in ENGINES:
-        reason = group.gather_problems(
+        reason = group.hosts.gather_problems(
             _unavailable_reason(name, group, config, num_experts), "open", group.deadline_s(config)
         )
         if not reason:

@@ -55,10 +55,10 @@ def on_all_ranks(
     except Exception as error:  # of any kind: the other ranks have to know
         failure = error
     problem = None if failure is None else _reason(failure)
-    if problems := group.gather_problems(problem, what, timeout_s):
+    if problems := group.hosts.gather_problems(problem, what, timeout_s):
         kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
         mine = -1 if failure is None else (kinds or [0])[0]
-        all_kinds = group.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
+        all_kinds = group.hosts.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
         raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
         # An error of this package is complete, and as a cause would only be printed twice.
         cause = None if isinstance(failure, EpError) else failure

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
-from megatron_ncclep.ranks.host_link import DYING_TIMEOUT_S, HostLink
+from megatron_ncclep.ranks.host_link import HostLink
 from megatron_ncclep.ranks.torch_group import TEXT_BYTES, TorchGroup, bytes_of
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
@@ -50,19 +49,25 @@ class Agreement:
     gathered: list[int]
 
 
-class Hosts(TorchGroup):
-    """The hosts of one process group's ranks, in rank order.  `EpGroup` is one."""
+class Hosts:
+    """The hosts of one process group's ranks, in rank order.
 
-    def __init__(self, process_group: dist.ProcessGroup, whole: Hosts | None = None) -> None:
-        """Not collective; the arguments are those of `TorchGroup`."""
-        super().__init__(process_group, whole)
+    Attributes:
+        link: the memory that they share, if they do, and what it tells of other ranks.
+        is_used: any call but opening and closing was made.
+        failure: the error after which the ranks cannot agree any more; empty if there was none.
+        waited_ns: for other ranks, in `exchange`.
+    """
+
+    def __init__(self, torch_group: TorchGroup) -> None:
+        """Not collective."""
+        self._torch, self.size = torch_group, torch_group.size
+        self.is_used, self.failure, self.waited_ns = False, "", 0
         self._num_calls = 0
-        self._is_used = False  # whether any call but opening and closing was made
         self._since = 0  # refusals of earlier calls do not affect the current one
         self._own_refusal = ""
-        self._failure = ""  # the error after which the ranks cannot agree any more
-        self._waited_ns = 0  # for other ranks, in `exchange`
-        self._link = HostLink(self.rank, self.size)
+        self.link = HostLink(torch_group.rank, self.size)
+        torch_group.lost = self.link.lost
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -81,43 +86,27 @@ class Hosts(TorchGroup):
         Raises:
             GroupClosedError: the process group was destroyed.
         """
-        _ = self.process_group  # raises when torch no longer knows it
+        _ = self._torch.process_group  # raises when torch no longer knows it
         self._num_calls += 1
-        self._is_used |= not clears_refusals
+        self.is_used |= not clears_refusals
         self._since = self._num_calls if clears_refusals else 0
-        self._link.enter(self._num_calls, skips_exchange, self._since)
+        self.link.enter(self._num_calls, skips_exchange, self._since)
         return self._num_calls
 
     def refuse(self, reason: str) -> None:
         """Count a call, and tell the other ranks why this one refuses it.
 
         Not collective, and does not wait.  Ranks that wait for this one in `exchange` raise; the
-        engine has to notify ranks that wait on the device, which then ask `refusal`.
+        engine has to notify ranks that wait on the device, which then ask `HostLink.refusal`.
         """
         self.enter()
         self._own_refusal = reason
-        self._link.refuse(reason)
+        self.link.refuse(reason)
 
     def forget_refusal(self) -> None:
         """Withdraw a refusal when the engine that it ended is created again.  Not collective."""
         self._own_refusal = ""
-        self._link.refuse("")
-
-    def refusal(self, rank: int) -> str:
-        """Why `rank` last refused a call; empty if it did not, or without shared memory."""
-        return self._link.refusal(rank)
-
-    def rank_ahead(self) -> int | None:
-        """A rank that skips this call's exchange, or is in a later call.
-
-        None if there is none, if all ranks have exchanged something in this call, or if the ranks
-        share no memory.
-        """
-        return self._link.rank_ahead()
-
-    def lost(self, wait_s: float = DYING_TIMEOUT_S) -> str:
-        """Say which ranks have died or left; empty if none is known.  See `HostLink.lost`."""
-        return self._link.lost(wait_s)
+        self.link.refuse("")
 
     def agree(
         self,
@@ -235,40 +224,40 @@ class Hosts(TorchGroup):
                 different number of bytes; names this rank and `what`.  Or the ranks have failed to
                 agree in an earlier call.
         """
-        _ = self.process_group  # raises when torch no longer knows it
-        if self._failure:
+        _ = self._torch.process_group  # raises when torch no longer knows it
+        if self.failure:
             raise PeerError(
                 f"{what} cannot be agreed on: the expert-parallel group has failed in an earlier "
-                f"call: {self._failure}. If all of its ranks are alive, {START_AGAIN}"
+                f"call: {self.failure}. If all of its ranks are alive, {START_AGAIN}"
             )
         begin = time.monotonic_ns()
         try:
-            theirs = self._link.exchange(mine, what, timeout_s)
+            theirs = self.link.exchange(mine, what, timeout_s)
             if theirs is None:
                 theirs = self._exchange_without_memory(mine, what, timeout_s)
-            self._waited_ns += time.monotonic_ns() - begin
+            self.waited_ns += time.monotonic_ns() - begin
             return theirs
         except PeerError as error:
             for rank in range(self.size):
-                if refusal := self._link.refusal(rank, self._since):
+                if refusal := self.link.refusal(rank, self._since):
                     raise RefusedError(refusal) from None
-            if self.rank_ahead() is None:  # one that is ahead may meet this one in a later call
+            if self.link.rank_ahead() is None:  # it may meet this one in a later call
                 self._failed(error)
             raise
 
     def _failed(self, error: PeerError) -> PeerError:
         """`error`, after which every exchange raises at once: the ranks are out of step."""
-        self._failure = self._failure or str(error)
+        self.failure = self.failure or str(error)
         return error
 
     def _exchange_without_memory(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         """`exchange` where no memory is shared, or not yet: on the first exchange."""
-        if not self._link.is_open:
-            self._link.open(lambda part: self.exchange_by_torch(part, what, timeout_s))
-            theirs = self._link.exchange(mine, what, timeout_s)
+        if not self.link.is_open:
+            self.link.open(lambda part: self._torch.exchange_by_torch(part, what, timeout_s))
+            theirs = self.link.exchange(mine, what, timeout_s)
             if theirs is not None:
                 return theirs
-        return self.exchange_by_torch(mine, what, timeout_s)
+        return self._torch.exchange_by_torch(mine, what, timeout_s)
 
     def exchange_padded(
         self, mine: bytes, most_bytes: int, what: str, timeout_s: float

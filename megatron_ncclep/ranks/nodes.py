@@ -33,6 +33,7 @@ from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.all_to_all import PendingTransfers
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 NAME_BYTES = 64
 NONCE_BYTES = 16
@@ -103,7 +104,7 @@ def nodes_from(names: list[str]) -> Nodes | str:
     return Nodes(len(runs), runs[0][1])
 
 
-class Grid:
+class Grid(Resource):
     """The nodes of a group, and the group of this node's ranks.
 
     Attributes:
@@ -153,19 +154,19 @@ def grid_of(group: EpGroup, timeout_s: float) -> Grid:
             raise EngineUnavailableError(nodes)
         return Grid(group, nodes, timeout_s)
 
-    return group.share("grid", make)
+    return group.resources.share("grid", make)
 
 
 def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
     """Find out which ranks are on which node, or why they do not form a grid.  Collective."""
     what = "open, looking for the nodes of the ranks"
     name, can_ask_nccl = on_all_ranks(group, what, lambda: _own_node(group), timeout_s)
-    theirs = group.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
+    theirs = group.hosts.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
     names = [each.decode(errors="replace") for each in theirs]
-    can_ask = group.gather(torch.tensor([int(can_ask_nccl)]), what, timeout_s)
+    can_ask = group.hosts.gather(torch.tensor([int(can_ask_nccl)]), what, timeout_s)
     if bool(can_ask.all()):
         size: int = communicator_of(group, timeout_s).lsa_size
-        sizes = group.gather(torch.tensor([size]), what, timeout_s).flatten().tolist()
+        sizes = group.hosts.gather(torch.tensor([size]), what, timeout_s).flatten().tolist()
         # Ranks without NVLink are each their own domain: then their host names tell more.
         if min(sizes) > 1:
             names = [f"NVLink domain {rank // most}" for rank, most in enumerate(sizes)]
@@ -189,7 +190,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
     this process is in, which may differ between members, or repeat the name of a destroyed group.
     """
     what = "open, making the group of a node's ranks"
-    words = group.exchange(os.urandom(NONCE_BYTES), what, timeout_s)[:NONCE_BYTES].hex()
+    words = group.hosts.exchange(os.urandom(NONCE_BYTES), what, timeout_s)[:NONCE_BYTES].hex()
     name = f"ncclep/{words}/{nodes.node_of(group.rank)}/"
     place = (nodes.local_index(group.rank), nodes.ranks_on_each)
     made: list[dist.ProcessGroup | Exception] = []

@@ -35,6 +35,7 @@ from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
 from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
+from megatron_ncclep.ranks.resources import Resource
 
 ENGINE = "hierarchical"
 # Ranks of this host that count as several nodes.
@@ -198,7 +199,7 @@ def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(ctx: RankCon
         group = EpGroup.of(ctx.group)
         group.check()
         failed = {"check.side_effect": PeerError("rank 1 did not come in dispatch")}
-        engine._grid.local.share("planted", lambda: mock.Mock(("check", "close"), **failed))
+        engine._grid.local.resources.share("planted", lambda: mock.Mock(Resource, **failed))
         with pytest.raises(PeerError, match="rank 1 did not come in dispatch"):
             group.check()
 

@@ -140,7 +140,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         Where hosts do not agree, an index that is not an expert, or an expert named twice, counts
         as not routed, and a later call of `plan` raises InputError, as with the engine `native`.
         """
-        self._require_open()
+        self.require_open()
         call, most_tokens = self._calls.enter_plan(topk_idx)
         self.streams.keep(topk_idx)
         top_k = topk_idx.shape[1]
@@ -193,7 +193,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        self._require_open()
+        self.require_open()
         plan = self._calls.enter("dispatch", plan, x, w)
         self.streams.keep(*plan.tensors(), x, w)
         pieces = self._pieces(plan, x)
@@ -232,7 +232,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         Sums start from +0 in fp32: inside a node as its engine adds them, rounded; then at the
         source rank over the nodes in ascending order, rounded once.
         """
-        self._require_open()
+        self.require_open()
         plan = self._calls.enter("combine", plan, y, w)
         self.streams.keep(*plan.tensors(), y, w)
         pieces = self._pieces(plan, y)
@@ -260,7 +260,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _release(self) -> None:
         """Close the node's engine.  The grid stays, for other engines of the group."""
         self._calls.close()
-        if self.group.is_alive and self._engine is not None:
+        if self.group.torch.is_alive and self._engine is not None:
             self._engine.close()
 
     @contextmanager
@@ -288,7 +288,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             return all_cross(needed, most_tokens)
         sent = needed.sum(dim=1).cpu()
         what = "plan, exchanging the numbers of tokens that cross"
-        counts = self.group.gather(sent, what, self.timeout_s)
+        counts = self.group.hosts.gather(sent, what, self.timeout_s)
         rank = self.group.rank
         rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
         return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())

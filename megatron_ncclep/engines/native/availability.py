@@ -185,7 +185,7 @@ def _own_place(device: torch.device) -> _Place:
 def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     """Return every rank's place, by rank.  Collective."""
     message = json.dumps(asdict(mine)).encode()
-    theirs = group.exchange_padded(
+    theirs = group.hosts.exchange_padded(
         message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
     )
     return [_Place(**json.loads(each)) for each in theirs]

@@ -21,6 +21,7 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
 from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
@@ -41,7 +42,7 @@ VALUES = (
 )
 
 
-class NativeGroup:
+class NativeGroup(Resource):
     """The extension's group for one number of experts, shared by the layers with that number.
 
     Attributes:
@@ -128,7 +129,7 @@ class NativeGroup:
         refusal = f"{phase}: rank {self.group.rank}: {problem}"
         if self.group.size > 1:
             self._refusal = refusal
-            self.group.refuse(refusal)
+            self.group.hosts.refuse(refusal)
             # A graph would tell the others at each replay instead of now.
             if not torch.cuda.is_current_stream_capturing():
                 self.native.refuse(phase, extension.current_stream())
@@ -163,7 +164,7 @@ class NativeGroup:
         """The exception for a failure on the device."""
         me, peer, phase = self.group.rank, failure.peer, failure.phase
         # It may have refused during a capture, when it could not signal through the device.
-        if refusal := self.group.refusal(peer):
+        if refusal := self.group.hosts.link.refusal(peer):
             return RefusedError(refusal)
         if failure.reason == "refused":
             return RefusedError(f"{phase}: rank {peer} has refused a call: look at its output")
@@ -187,7 +188,7 @@ class NativeGroup:
         if peer == me:
             who = "parts of its own kernel"
             why = "other work, such as kernels of another group, keeps them from the GPU's SMs"
-        lost = self.group.lost(0) or why
+        lost = self.group.hosts.link.lost(0) or why
         return PeerError(
             f"rank {me} of {self.group.size}: {who} did not come in {phase}, operation "
             f"{failure.operation} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at "
@@ -236,7 +237,7 @@ class NativeGroup:
         mine = torch.zeros(self.group.size, dtype=torch.int64)
         mine[self.native.bad_ranks(forget=False)] = 1
         what = "plan, exchanging whose routing was bad"
-        bad = self.group.gather(mine, what, timeout_s).sum(dim=0).nonzero().flatten().tolist()
+        bad = self.group.hosts.gather(mine, what, timeout_s).sum(dim=0).nonzero().flatten().tolist()
         if not bad:
             return
         if not is_captured:
@@ -286,7 +287,7 @@ class NativeGroup:
     def close(self) -> None:
         """Free the windows.  Collective."""
         if self._refusal is not None:  # so that a new engine can start
-            self.group.forget_refusal()
+            self.group.hosts.forget_refusal()
         self.native.close()
 
     def abort(self) -> None:

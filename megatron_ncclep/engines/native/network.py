@@ -9,6 +9,7 @@ from megatron_ncclep.errors import EpError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 # For a word from each rail peer, once all ranks are there, in seconds.
 PROBE_S = 10.0
@@ -31,15 +32,12 @@ def network_problem(group: EpGroup, communicator: Any, timeout_s: float) -> str:
         PeerError: a rank did not come in time.
     """
     name = "network between NVLink domains"
-    return group.share(name, lambda: _Tried(_try(group, communicator, timeout_s))).problem
+    return group.resources.share(name, lambda: _Tried(_try(group, communicator, timeout_s))).problem
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Tried(Resource):
     problem: str
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _try(group: EpGroup, communicator: Any, timeout_s: float) -> str:
@@ -54,7 +52,7 @@ def _try(group: EpGroup, communicator: Any, timeout_s: float) -> str:
 
     try:
         mine = on_all_ranks(group, what, communicator.network_problem, timeout_s)
-        if problem := group.gather_problems(mine or None, what, timeout_s):
+        if problem := group.hosts.gather_problems(mine or None, what, timeout_s):
             return problem
         # A rank that waits for rails or for a word in vain has used up its deadline.
         on_all_ranks(group, "putting a word to each rail peer", put, 3 * timeout_s)

@@ -48,7 +48,7 @@ def reserve(
         top_k=top_k,
         row_bytes=row_bytes,
         stream=extension.current_stream(),
-        all_gather=group.exchange,
+        all_gather=group.hosts.exchange,
     )
     if growth is None or group.rank != 0:
         return

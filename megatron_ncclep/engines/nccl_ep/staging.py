@@ -26,6 +26,7 @@ from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
@@ -114,7 +115,7 @@ def open_library() -> OpenLibrary:
     )
 
 
-class Staging:
+class Staging(Resource):
     """NVIDIA's group: staging memory that the layers of a group with the same experts share."""
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
@@ -190,7 +191,7 @@ class Staging:
         bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
         what = "freeing outgrown staging memory of nccl_ep"
         timeout_s = self._group.deadline_s(self._config)
-        bound_anywhere = self._group.gather(torch.tensor(bound), what, timeout_s)
+        bound_anywhere = self._group.hosts.gather(torch.tensor(bound), what, timeout_s)
         in_use = bound_anywhere.sum(dim=0).tolist()
         if not all(in_use):
             torch.cuda.synchronize(self._group.device)

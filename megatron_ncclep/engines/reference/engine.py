@@ -120,7 +120,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     @plain_torch
     def plan(self, topk_idx: torch.Tensor) -> ReferencePlan:
         """See `Engine.plan`."""
-        self._require_open()
+        self.require_open()
         num_ranks, num_local = self.group.size, self.num_local_experts
         agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))
         num_tokens, top_k = topk_idx.shape
@@ -269,7 +269,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> ReferenceLowLatency:
         """See `create_low_latency`."""
-        self._require_open()
+        self.require_open()
         return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config)
 
     def _check_row_counts(self, all_routes: torch.Tensor) -> None:
@@ -326,7 +326,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """Rows that each rank needs, int64 [num_ranks]; `rows`: those up to each assignment."""
         mine = rows[-1:].sum().reshape(1)  # 0 without tokens
         what = "plan, exchanging the number of rows that each rank needs"
-        return self.group.gather(mine, what, self.timeout_s).flatten()
+        return self.group.hosts.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
         self, lists: list[tuple[torch.Tensor, list[int], list[int]]], what: str
