@@ -129,13 +129,7 @@ class Metrics(Resource):
     """The counters of a group's layers, and their exchange."""
 
     def __init__(self, group: EpGroup, interval: int, timeout_s: float) -> None:
-        """Not collective.
-
-        Args:
-            group: the ranks.
-            interval: steps between two exchanges; the same on all ranks.
-            timeout_s: deadline of the exchange, on a CPU.
-        """
+        """Not collective."""
         self._group, self._interval, self._timeout_s = group, interval, timeout_s
         # Counters with weak references to their owners.  Every rank always has equally many.
         self._layers: list[tuple[weakref.ref[Any], LayerCounts]] = []

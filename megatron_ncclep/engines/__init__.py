@@ -149,11 +149,6 @@ def choose_engine(
 
     All ranks choose the same engine: one that cannot run on some rank is not used on any.
 
-    Args:
-        group: the expert-parallel group.
-        config: options, with the same `engine` on every rank.
-        num_experts: E; None: skip the engines' limits on experts.
-
     Raises:
         EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
     """
@@ -248,8 +243,7 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     values = config.common() | own
     options = ", ".join(f"{k}={values[k]}" for k in sorted(ENGINES[name].caps.options))
     *others, why = reason.split("\n")
-    if group.rank == 0:
-        for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
-            group.log_once(logging.INFO, text, text)
-        for text in filter(None, (untested_torch(), *unknown_variables().values())):
-            group.log_once(logging.WARNING, text, text)
+    for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
+        group.announce(text)
+    for text in filter(None, (untested_torch(), *unknown_variables().values())):
+        group.announce(text, logging.WARNING)

@@ -256,15 +256,7 @@ def set_aside(reports: Iterable[OverflowReport]) -> Iterator[None]:
 def rows_dropped(
     option: int | str | None, on_overflow: str, who: str, reason: str, most: int
 ) -> RowsDroppedError:
-    """The error that says which rows were dropped, and what would help.
-
-    Args:
-        option: max_recv_rows.
-        on_overflow: that option.
-        who: lacked rows, and in which calls.
-        reason: why that is an error.
-        most: the rows that would have been enough.
-    """
+    """The error that says which rows were dropped, and what would help."""
     return RowsDroppedError(
         f"rows were dropped: with max_recv_rows={option}, {who}. on_overflow is {on_overflow!r}, "
         f"so {reason}: set max_recv_rows (--ncclep-max-recv-rows) to {most} or more, to a larger "
@@ -303,10 +295,6 @@ class DropWarning(Resource):
         """Warn when `counter`, an int64 scalar on the group's device, is more than 0.
 
         The counter is not kept alive: it goes away with its dispatcher.
-
-        Args:
-            counter: the number of rows dropped in static mode.
-            config: options of the dispatcher that counts.
         """
         self._watched = [(c, option) for c, option in self._watched if c() is not None]
         self._watched.append((weakref.ref(counter), config.max_recv_rows))

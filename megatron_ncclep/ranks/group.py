@@ -188,6 +188,11 @@ class EpGroup(Uncopied):
             self._logged.add(subject)
             get_logger().log(level, text)
 
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        """Log `text` on the first rank only, once for the group."""
+        if self.rank == 0:
+            self.log_once(level, text, text)
+
     def ranks_per_node(self, timeout_s: float) -> list[int]:
         """The number of the group's ranks on each node.  Collective on the first call."""
         if self._ranks_per_node is None:

@@ -2,7 +2,8 @@
 
 Ranks that move rows must be in the same call with matching arguments.  So each rank sends a message
 to all others, through shared memory where they have some (`host_link.py`), and otherwise over torch
-(`torch_group.py`).
+(`torch_group.py`).  Everywhere in ranks/, `what` names a call in errors, and a rank waits for the
+others for `timeout_s` seconds.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ import ast
 import hashlib
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    EpError,
+    InputError,
+    LibraryError,
+    PeerError,
+    RefusedError,
+)  # fmt: skip
 from megatron_ncclep.ranks.host_link import HostLink
 from megatron_ncclep.ranks.torch_group import TEXT_BYTES, TorchGroup, bytes_of
 
@@ -34,6 +43,18 @@ START_AGAIN = (
 )
 # Calls in which ranks that have refused one take part.
 CLEARING_PHASES = ("open", "close")
+
+
+# Errors of a step that are raised on all ranks with their own type; any other counts as the first.
+# If ranks differ, the first of these is raised: a late rank may have waited for one that failed.
+STEP_ERRORS: tuple[type[EpError], ...] = (
+    LibraryError,
+    InputError,
+    EngineUnavailableError,
+    PeerError,
+)
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -207,15 +228,11 @@ class Hosts:
     # --- messages ---------------------------------------------------------------------------------
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
+        """Send `mine`, as many bytes on each rank, to all; return all ranks'.  Collective.
 
-        Through shared memory where all ranks can share some, and otherwise over the process group
-        (see `HostLink`).  Does not wait for what is queued on any device.
-
-        Args:
-            mine: at least one byte; as many on every rank.
-            what: names the call in errors.
-            timeout_s: seconds to wait for the other ranks.
+        In the order of ranks, at least one byte of each; through shared memory where all ranks can
+        share some, and otherwise over the process group (see `HostLink`).  Does not wait for what is
+        queued on any device.
 
         Raises:
             GroupClosedError: the process group was destroyed.
@@ -295,6 +312,35 @@ class Hosts:
             return texts[0]
         return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
 
+    def on_all_ranks(self, what: str, step: Callable[[], _Result], timeout_s: float) -> _Result:
+        """Take a step that may fail on one rank alone; if it fails on any, raise on all.
+
+        For local work between two exchanges, such as opening a library: if a rank just raised, the
+        others would wait for it in the next exchange and never learn why it is missing.
+
+        Returns:
+            the result of `step` on this rank, if it succeeded on all ranks.
+
+        Raises:
+            one of STEP_ERRORS: on every rank, with the reasons of all that failed.
+            PeerError: a rank did not come in time.
+        """
+        failure: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:  # of any kind: the other ranks have to know
+            failure = error
+        problem = None if failure is None else _reason(failure)
+        if problems := self.gather_problems(problem, what, timeout_s):
+            kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
+            mine = -1 if failure is None else (kinds or [0])[0]
+            all_kinds = self.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
+            raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
+            # An error of this package is complete, and as a cause would only be printed twice.
+            cause = None if isinstance(failure, EpError) else failure
+            raise raised(f"{what}: {problems}") from cause
+        return result
+
     def _exchange_texts(self, mine: str, what: str, timeout_s: float) -> list[str]:
         """Exchange texts, of which the first `TEXT_BYTES` bytes go; by rank.  Collective."""
         theirs = self.exchange_padded(mine.encode()[:TEXT_BYTES], TEXT_BYTES, what, timeout_s)
@@ -321,3 +367,9 @@ def difference(phase: str, name: str, each: str) -> str:
         f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
         f"Give every rank the same {name}"
     )
+
+
+def _reason(error: Exception) -> str:
+    """The text of an exception; with its type, unless it is one of this package's."""
+    text = str(error)
+    return text if text and isinstance(error, EpError) else f"{type(error).__name__}: {text}"

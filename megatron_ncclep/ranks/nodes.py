@@ -10,7 +10,7 @@ Example: 2 nodes with 3 ranks each
     node 0              rank 0   1   2
     node 1              rank 3   4   5
 
-has the rails 0 3, 1 4 and 2 5; by rail the ranks are 0 3 1 4 2 5.
+has the rails 0 3, 1 4 and 2 5.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import EngineUnavailableError, PeerError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks import topology
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.all_to_all import PendingTransfers
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
@@ -68,10 +67,6 @@ class Nodes:
     def rail_of(self, rank: int) -> list[int]:
         """The ranks with the local index of `rank`, by node."""
         return list(range(self.local_index(rank), self.size, self.ranks_on_each))
-
-    def ranks_by_rail(self) -> list[int]:
-        """All ranks in the slot order BY_RAIL."""
-        return [rank for first in range(self.ranks_on_each) for rank in self.rail_of(first)]
 
     @property
     def size(self) -> int:
@@ -160,7 +155,7 @@ def grid_of(group: EpGroup, timeout_s: float) -> Grid:
 def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
     """Find out which ranks are on which node, or why they do not form a grid.  Collective."""
     what = "open, looking for the nodes of the ranks"
-    name, can_ask_nccl = on_all_ranks(group, what, lambda: _own_node(group), timeout_s)
+    name, can_ask_nccl = group.hosts.on_all_ranks(what, lambda: _own_node(group), timeout_s)
     theirs = group.hosts.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
     names = [each.decode(errors="replace") for each in theirs]
     can_ask = group.hosts.gather(torch.tensor([int(can_ask_nccl)]), what, timeout_s)
@@ -212,7 +207,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
             raise PeerError(str(made[0])) from made[0]
         return made[0]
 
-    return on_all_ranks(group, what, wait, 2 * timeout_s)
+    return group.hosts.on_all_ranks(what, wait, 2 * timeout_s)
 
 
 def _make_group(device: str, name: str, rank: int, size: int) -> dist.ProcessGroup:

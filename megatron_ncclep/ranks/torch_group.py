@@ -111,11 +111,6 @@ class TorchGroup(Uncopied):
 
         Collective, with as many bytes on every rank.
 
-        Args:
-            mine: at least one byte.
-            what: names the call in errors.
-            timeout_s: seconds to wait for the other ranks.
-
         Raises:
             GroupClosedError, PeerError: see `wait`.
             UnsupportedError: a CUDA graph is being captured, which would record the collective and

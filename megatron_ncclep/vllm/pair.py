@@ -65,10 +65,6 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     Layers of the same sizes share their objects, because they take turns.
 
-    Args:
-        group: the ranks that share the experts.
-        moe: vLLM's FusedMoEConfig.
-
     Raises:
         InputError: the ranks have different numbers of experts.
     """

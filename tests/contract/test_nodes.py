@@ -67,7 +67,6 @@ def in_grid(ctx: RankContext, local_ranks: int, function: Callable[..., Any], *a
 def test_the_docstrings_grid() -> None:
     nodes = nodes_from(["a", "a", "a", "b", "b", "b"])
     assert nodes == Nodes(2, 3)
-    assert nodes.ranks_by_rail() == [0, 3, 1, 4, 2, 5]
     assert [nodes.rail_of(rank) for rank in (1, 4)] == [[1, 4], [1, 4]]
     assert nodes.ranks_of(1) == [3, 4, 5]
     assert (nodes.node_of(4), nodes.local_index(4)) == (1, 1)

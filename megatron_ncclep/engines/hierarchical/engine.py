@@ -41,7 +41,6 @@ size and the same plan, so chunks change neither any bit of the results nor the 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -80,7 +79,6 @@ from megatron_ncclep.engines.overflow import rows_needed
 from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import grid_of
@@ -129,9 +127,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         self._calls = Calls(self)
         self._waits = not self._calls.go_on
         self._engine: NativeEngine | ReferenceEngine | None = None  # this node's
-        text = f"hierarchical: {self.nodes}, {self.inside!r} inside a node"
-        if group.rank == 0:
-            group.log_once(logging.INFO, text, f"{text}{reason and f' ({reason})'}")
+        why = reason and f" ({reason})"
+        group.announce(f"hierarchical: {self.nodes}, {self.inside!r} inside a node{why}")
 
     @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
@@ -166,7 +163,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
         if self._waits:
             what = "plan inside the nodes"
-            inside = on_all_ranks(self.group, what, plan_inside, self.timeout_s)
+            inside = self.group.hosts.on_all_ranks(what, plan_inside, self.timeout_s)
         else:
             inside = plan_inside()
         self._record_overflow(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)

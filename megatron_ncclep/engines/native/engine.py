@@ -70,9 +70,9 @@ class NativeEngine(EngineBase[NativePlan]):
         """Collective; makes the group's communicator, if need be."""
         ranks_per_gpu = group.ranks_per_gpu(group.deadline_s(config))
         self.num_sms = config.num_sms or default_num_sms(group, ranks_per_gpu)
-        if ranks_per_gpu > 1 and group.rank == 0:
+        if ranks_per_gpu > 1:
             text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
-            group.log_once(logging.WARNING, text, text)
+            group.announce(text, logging.WARNING)
         self._name = f"native {num_experts}"
         shared = group.resources.share(
             self._name, lambda: NativeGroup(group, num_experts, group.deadline_s(config))
@@ -81,10 +81,10 @@ class NativeEngine(EngineBase[NativePlan]):
         self.nodes = shared.domains
         if self.nodes.count > 1:
             self.caps = CAPS_OVER_DOMAINS
-            if group.rank == 0:
-                domains, ranks = self.nodes.count, self.nodes.ranks_on_each
-                text = f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
-                group.log_once(logging.INFO, text, text)
+            domains, ranks = self.nodes.count, self.nodes.ranks_on_each
+            group.announce(
+                f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
+            )
         super().__init__(group, num_experts, config)
         self._shared, self._native = shared, shared.native
         self._protocol = HostProtocol(self, shared)
@@ -242,8 +242,7 @@ class NativeEngine(EngineBase[NativePlan]):
         if self.group.rank != 0 or (kind := (row_bytes, top_k)) in self._described:
             return
         self._described.add(kind)
-        text = configuration(self.num_sms, self.group.size, *kind)
-        self.group.log_once(logging.DEBUG, text, text)
+        self.group.announce(configuration(self.num_sms, self.group.size, *kind), logging.DEBUG)
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:

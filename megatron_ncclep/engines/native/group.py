@@ -16,7 +16,6 @@ import torch
 
 from megatron_ncclep.errors import EpError, InputError, LibraryError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
@@ -68,8 +67,7 @@ class NativeGroup(Resource):
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
         self.domains = Nodes(group.size // communicator.lsa_size, communicator.lsa_size)
-        self.native: _C.GroupHandle = on_all_ranks(
-            group,
+        self.native: _C.GroupHandle = group.hosts.on_all_ranks(
             "making the native engine",
             lambda: self.module.GroupHandle(communicator, num_experts, timeout_s),
             timeout_s,
@@ -119,10 +117,6 @@ class NativeGroup(Resource):
         and their next call raises the same InputError, as do all later calls on every rank.  A
         single-rank group continues as if the call had not been made.
 
-        Args:
-            phase: "plan", "dispatch" or "combine".
-            problem: what is wrong.
-
         Raises:
             InputError: always; where there are other ranks, a RefusedError.
         """
@@ -141,10 +135,6 @@ class NativeGroup(Resource):
 
         Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
         wait for it until their deadline.
-
-        Args:
-            phase: as in `refuse`.
-            step: of the extension, with these arguments.
 
         Raises:
             LibraryError: it failed, and there are no other ranks.

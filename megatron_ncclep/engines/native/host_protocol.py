@@ -222,11 +222,6 @@ class HostProtocol:
 
         The device compares them with those of the other ranks.  With `check_calls` the hosts do,
         and nothing is queued unless they agree.
-
-        Args:
-            phase: "dispatch" or "combine".
-            plan, rows, w: the call's arguments.
-            allocate: makes its memory, from the same arguments.
         """
         self._engine.require_open()
         problem = self._engine.rows_problem(phase, plan, rows, w)

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_ncclep.errors import EpError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.resources import Resource
 
@@ -22,11 +21,6 @@ def network_problem(group: EpGroup, communicator: Any, timeout_s: float) -> str:
     NCCL may offer a network that brings nothing: with some network cards, puts of its backend GDAKI
     were never seen (NVIDIA/nccl issues 1957 and 2372).  So each rank puts a word to its rail peers.
     Collective; the same text on every rank, found once for each group.
-
-    Args:
-        group: the ranks.
-        communicator: theirs, of `communicator_of`, with several NVLink domains.
-        timeout_s: seconds to wait for the other ranks.
 
     Raises:
         PeerError: a rank did not come in time.
@@ -51,11 +45,11 @@ def _try(group: EpGroup, communicator: Any, timeout_s: float) -> str:
         made[1].probe(made[0], min(PROBE_S, timeout_s))
 
     try:
-        mine = on_all_ranks(group, what, communicator.network_problem, timeout_s)
+        mine = group.hosts.on_all_ranks(what, communicator.network_problem, timeout_s)
         if problem := group.hosts.gather_problems(mine or None, what, timeout_s):
             return problem
         # A rank that waits for rails or for a word in vain has used up its deadline.
-        on_all_ranks(group, "putting a word to each rail peer", put, 3 * timeout_s)
+        group.hosts.on_all_ranks("putting a word to each rail peer", put, 3 * timeout_s)
     except EpError as error:
         return (
             f"NCCL's network for kernels (GIN) failed: {error}; NCCL_GIN_TYPE=2 chooses its proxy, "

@@ -26,15 +26,9 @@ def reserve(
 ) -> None:
     """Make sure that windows are large enough; log on rank 0 how they have grown.
 
-    Collective when they grow, with the same arguments; waits for the device then.  The deadline is
+    Collective when they grow, with the same arguments: the most tokens of a rank, assignments of a
+    token, and bytes of a row; waits for the device then.  The deadline is
     that of the last `NativeGroup.begin`.
-
-    Args:
-        group: the ranks.
-        native: the group's `_C.GroupHandle`.
-        num_tokens: of the rank with the most.
-        top_k: assignments of a token.
-        row_bytes: bytes of a row.
 
     Raises:
         InputError: on every rank, when they must grow and a CUDA graph uses them.

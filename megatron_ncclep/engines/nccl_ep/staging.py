@@ -8,7 +8,6 @@ any rank is bound to it.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from megatron_ncclep.engines.overflow import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.resources import Resource
@@ -122,7 +120,7 @@ class Staging(Resource):
         self._group, self._num_experts, self._config = group, num_experts, config
         timeout_s = group.deadline_s(config)
         self._communicator = communicator_of(group, timeout_s)
-        self._library = on_all_ranks(group, "opening libnccl_ep", open_library, timeout_s)
+        self._library = group.hosts.on_all_ranks("opening libnccl_ep", open_library, timeout_s)
         self._staged: Any = None
         self._limits = (0, 0, 0)  # tokens, bytes of a row, assignments of a token
         self._num_rows = 0  # static mode: of every dispatched tensor
@@ -238,13 +236,11 @@ class Staging(Resource):
 
         what = f"nccl_ep: making staging memory for {tokens} tokens of {row_bytes} bytes"
         timeout_s = self._group.deadline_s(self._config)
-        self._staged = on_all_ranks(self._group, what, make, timeout_s)
+        self._staged = self._group.hosts.on_all_ranks(what, make, timeout_s)
         self._limits, self._num_rows = (tokens, row_bytes, top_k), num_rows
-        if self._group.rank == 0:
-            text = (
-                f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
-                f"NVIDIA's kernels for them are compiled at first use "
-                f"({search.find_nvcc()}, a few seconds for each step, then cached in "
-                f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
-            )
-            self._group.log_once(logging.INFO, text, text)
+        self._group.announce(
+            f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
+            f"NVIDIA's kernels for them are compiled at first use ({search.find_nvcc()}, a few "
+            "seconds for each step, then cached in "
+            f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
+        )

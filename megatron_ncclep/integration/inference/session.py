@@ -133,10 +133,6 @@ class InferenceSession(Uncopied, Resource):
 
         Collective, except while a CUDA graph is captured.
 
-        Args:
-            num_tokens: of this rank.
-            problem: what is wrong on this rank, if anything is.
-
         Raises:
             InputError: there is a problem, on every rank; the batch is too large for a CUDA graph.
             UnsupportedError: a CUDA graph is captured before the first batch.

@@ -27,10 +27,6 @@ class TrainingRanks:
     def largest(self, words: list[torch.Tensor | int], what: str) -> list[int]:
         """The largest value of any rank for each of `words`.  Collective; waits for the device.
 
-        Args:
-            words: integers, or int64 scalars on the device.
-            what: names the decision in errors.
-
         Raises:
             PeerError: a rank did not come in time.
         """
