@@ -135,7 +135,6 @@ class Hosts:
         values: dict[str, int | str | None],
         problem: str | None,
         timeout_s: float,
-        error: type[EpError] = InputError,
         payload: int = 0,
     ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
@@ -148,12 +147,10 @@ class Hosts:
             values: what must be equal on all ranks, by the names that errors give them.
             problem: what is wrong on this rank, if anything is.
             timeout_s: seconds to wait for the other ranks.
-            error: what to raise for a problem.
             payload: a number that may differ between ranks and is passed on to all of them.
 
         Raises:
-            InputError: on every rank, when values differ or (unless `error` says otherwise) when
-                any rank has a problem.
+            InputError: on every rank, when values differ or any rank has a problem.
             RefusedError: a rank has refused a call, and will not come.
             PeerError: a rank did not come in time, died, or is in a different call.
         """
@@ -181,7 +178,7 @@ class Hosts:
             everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
             theirs = list(MESSAGE.iter_unpack(everything))
         if any(row[2] & HAS_PROBLEM for row in theirs):
-            raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
+            raise InputError(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
         if len({row[4:] for row in theirs}) > 1:
             most_bytes = max(row[4] for row in theirs)
             raise InputError(self._what_differs(text, most_bytes, phase, timeout_s))
