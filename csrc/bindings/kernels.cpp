@@ -30,9 +30,9 @@ char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
 // of the same dtype.
 void require_assignments(const char* call, const Tensor& topk_idx, const Tensor& of_assignments,
                          const Tensor& of_experts) {
-  require(topk_idx.dtype == ncclepInt64 && topk_idx.ndim == 2 &&
-              of_assignments.has_shape_of(topk_idx),
-          call, " needs int64 [T, K], and one number [T, K] for each assignment");
+  require(
+      topk_idx.dtype == ncclepInt64 && topk_idx.ndim == 2 && of_assignments.has_shape_of(topk_idx),
+      call, " needs int64 [T, K], and one number [T, K] for each assignment");
   require(of_experts.ndim == 2 && of_experts.shape[0] == topk_idx.shape[0] &&
               of_experts.dtype == of_assignments.dtype && itemsize_of(of_experts.dtype) > 1,
           call, " needs numbers [T, E] and [T, K] of one dtype of 2, 4 or 8 bytes");

@@ -13,6 +13,9 @@ namespace ncclep {
 // struct to which fields were appended has a line of its own here.
 template <typename Struct>
 inline constexpr std::size_t kFirstSize = sizeof(Struct);
+template <>
+inline constexpr std::size_t kFirstSize<ncclepGroupInfo_t> =
+    offsetof(ncclepGroupInfo_t, num_domains);
 
 template <typename Struct>
 void require_size(const Struct* given, const char* name) {

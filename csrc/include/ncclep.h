@@ -15,8 +15,10 @@
  * ncclepGroupRefuse there: otherwise the other ranks wait until their deadline.
  *
  * Structs: every struct starts with its size.  Initialise it with the macro next to it: later
- * versions add fields at the end, and the size tells which fields a program knows.  A library
- * refuses sizes that it does not know.
+ * versions only add fields at the end, and the size tells which fields a program knows.  Fields
+ * that it does not know are zero for the library, which is what they mean when they are absent, and
+ * are not written.  A library refuses a struct that is larger than its own: it is older than the
+ * program's header.
  *
  * Ownership: the library copies a struct's fields.  Device memory that a struct points to is the
  * caller's and must not be changed until the queued work that uses it is over; the memory of a plan
@@ -37,7 +39,7 @@ extern "C" {
 #endif
 
 /* 100 * major + minor.  A larger major number: programs must be compiled again. */
-#define NCCLEP_VERSION 100
+#define NCCLEP_VERSION 101
 
 #define NCCLEP_API __attribute__((visibility("default")))
 
@@ -178,8 +180,9 @@ typedef struct {
   int was_captured;   /* whether a CUDA graph holds calls of the group */
   const char* growth; /* what grew when the windows were last made, such as "tokens 0 -> 128"; valid
                          until they are made again */
+  int num_domains;    /* NVLink domains that the ranks are in; since 1.01 */
 } ncclepGroupInfo_t;
-#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL}
+#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0}
 
 /* Makes a group without windows.  It does not wait for the other ranks, but all ranks make the same
  * groups in the same order. */

@@ -52,9 +52,8 @@ Rails::Rails(std::shared_ptr<Communicator> communicator, double timeout_s,
   const std::string found = problem(*communicator_);
   ensure(found.empty(), found);
   transport_ = network::transport(communicator_->nccl(), communicator_->get());
-  const int num_ranks = communicator_->num_ranks(), lsa_size = communicator_->lsa_size();
-  num_domains_ = num_ranks / lsa_size;
-  domain_ = communicator_->rank() / lsa_size;
+  num_domains_ = communicator_->num_domains();
+  domain_ = communicator_->rank() / communicator_->lsa_size();
   const auto made = std::make_shared<std::shared_ptr<DeviceCommunicator>>();
   const auto make = [made, whole = communicator_, number = num_signals * num_domains_] {
     *made = std::make_shared<DeviceCommunicator>(whole->shared_nccl(), whole->get(), number);

@@ -227,9 +227,8 @@ class Hosts:
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         """Send `mine`, as many bytes on each rank, to all; return all ranks'.  Collective.
 
-        In the order of ranks, at least one byte of each; through shared memory where all ranks can
-        share some, and otherwise over the process group (see `HostLink`).  Does not wait for what is
-        queued on any device.
+        In the order of ranks, at least one byte of each; through shared memory if all ranks can
+        share some, otherwise over the process group (see `HostLink`).  Waits for no device.
 
         Raises:
             GroupClosedError: the process group was destroyed.

@@ -215,7 +215,10 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (extension, "StreamKeeper", FakeKeeper),
         (base, "StreamKeeper", FakeKeeper),
         (extension, "current_stream", lambda: STREAM),
-        (native_group, "communicator_of", lambda group, _: SimpleNamespace(lsa_size=group.size)),
+        (
+            *(native_group, "communicator_of"),
+            lambda group, _: SimpleNamespace(lsa_size=group.size, num_domains=1),
+        ),
         (native_low_latency, "communicator_of", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda device: None),

@@ -92,13 +92,14 @@ def test_a_launch_that_fails_on_one_rank_is_refused(
     if is_dead:
         native.answers["refuse"] = LibraryError("an illegal memory access")
     group, arguments = group_of(native), dict.fromkeys(native.methods["dispatch"])
-    with pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$"):
-        group.queue("dispatch", native.dispatch, **arguments)
+    refused = pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$")
+    with refused, group.refusing("dispatch"):
+        native.dispatch(**arguments)
     assert capsys.readouterr().out == f"dispatch: rank 1: {reason}\n"  # to the other ranks
     assert native.named("refuse") == [("dispatch", STREAM)]
     group.group.size = 1
-    with pytest.raises(LibraryError, match=f"^{reason}$"):
-        group.queue("dispatch", native.dispatch, **arguments)
+    with pytest.raises(LibraryError, match=f"^{reason}$"), group.refusing("dispatch"):
+        native.dispatch(**arguments)
 
 
 def test_a_check_waits_for_a_replayed_graph(native: FakeGroup) -> None:

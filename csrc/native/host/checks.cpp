@@ -81,6 +81,11 @@ void check_group(int num_ranks, int num_experts, double timeout_s) {
   check_timeout(timeout_s);
 }
 
+void check_domains(int num_ranks, int num_domains) {
+  require(0 < num_domains && 0 < num_ranks && num_ranks % num_domains == 0, num_domains,
+          " domains of ", num_ranks, " ranks: must be equally large");
+}
+
 void check_shape(const ncclepShape_t& shape) {
   require(0 <= shape.num_tokens && shape.num_tokens <= kMaxTokens, shape.num_tokens,
           " tokens: at most ", kMaxTokens);

@@ -23,6 +23,8 @@ std::string device_problem();
 // A deadline in seconds: positive, and in nanoseconds far below 2^64.
 void check_timeout(double seconds);
 void check_group(int num_ranks, int num_experts, double timeout_s);
+// Of the ranks, in NVLink domains.
+void check_domains(int num_ranks, int num_domains);
 // Of windows.
 void check_shape(const ncclepShape_t& shape);
 void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_assignments,

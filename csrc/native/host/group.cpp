@@ -54,7 +54,7 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
              communicator_->rank_in_domain(local_rank), " is in the NVLink domain of rank ",
              communicator_->rank(), ": the ranks of a domain must follow each other");
     }
-    const int domains = communicator_->num_ranks() / locals;
+    const int domains = communicator_->num_domains();
     require(domains <= kMaxDomains, domains, " NVLink domains: at most ", kMaxDomains);
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
@@ -130,18 +130,12 @@ void Group::reserve(const ncclepShape_t& shape, std::uintptr_t stream,
                   "group's engines "
                   "and create them again"));
   }
-  const auto leave = [&] {  // afterwards no rank uses the old windows any longer
-    leave_windows();
-    return std::string();
-  };
-  const auto make = [&] {
-    allocate(shape);
-    return std::string();
-  };
   try {
-    agreement.on_all_ranks("leaving its windows", leave, "restart the job");
-    agreement.on_all_ranks("allocating its windows", make,
-                           "if GPU memory ran out: use smaller micro-batches");
+    // Afterwards no rank uses the old windows any longer.
+    agreement.on_all_ranks("leaving its windows", [&] { leave_windows(); }, "restart the job");
+    agreement.on_all_ranks(
+        "allocating its windows", [&] { allocate(shape); },
+        "if GPU memory ran out: use smaller micro-batches");
     open_checked(*this, *communicator_, agreement, {"control", "rows"});
   } catch (...) {
     discard_windows();
@@ -245,6 +239,7 @@ ncclepGroupInfo_t Group::info() const {
   info.num_bytes = num_bytes();
   info.was_captured = was_captured_;
   info.growth = growth_.c_str();
+  info.num_domains = control_.num_domains;
   return info;
 }
 
@@ -264,9 +259,9 @@ KernelContext Group::context(std::uint64_t call) const {
   return context;
 }
 
-void Group::queue(std::uintptr_t stream, const std::function<void()>& launch) {
+StreamOrder::Turn Group::take_turn(std::uintptr_t stream) {
   require_open();
-  if (order_->queue(stream, launch)) was_captured_ = true;
+  return {*order_, stream, was_captured_};
 }
 
 void Group::check_num_ctas(int num_ctas) const {
@@ -277,7 +272,9 @@ void Group::check_num_ctas(int num_ctas) const {
 void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
-  queue(stream, [&] { native::refuse(context(), phase, stream, rails_.get()); });
+  auto turn = take_turn(stream);
+  native::refuse(context(), phase, stream, rails_.get());
+  turn.end();
 }
 
 }  // namespace ncclep::native

@@ -155,9 +155,9 @@ class Group {
   const std::shared_ptr<network::Rails>& network() const { return network_; }
   // The kernels' context; `call` is packed by call_signature.h.
   KernelContext context(std::uint64_t call = 0) const;
-  // Queues an operation with `launch`; see StreamOrder.  A graph must not run concurrently with
-  // other work of the communicator's groups.
-  void queue(std::uintptr_t stream, const std::function<void()>& launch);
+  // For what queues an operation.  A graph must not run concurrently with other work of the
+  // communicator's groups.
+  StreamOrder::Turn take_turn(std::uintptr_t stream);
   void check_num_ctas(int num_ctas) const;
 
  private:

@@ -124,16 +124,16 @@ Plan Group::plan(const ncclepPlanConfig_t& config) {
     if (++ticket_ == 0) ++ticket_;
     count.ticket = plan.ticket = ticket_;
   }
-  queue(stream, [&] {
-    // In static mode the first kernel compares the ranks' calls.
-    const KernelContext first =
-        context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
-    const KernelContext me = context();
-    if (count.ticket != 0) reached_->record(stream);
-    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
-    native::plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
-    native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
-  });
+  auto turn = take_turn(stream);
+  // In static mode the first kernel compares the ranks' calls.
+  const KernelContext first =
+      context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
+  const KernelContext me = context();
+  if (count.ticket != 0) reached_->record(stream);
+  if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
+  plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
+  native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
+  turn.end();
   return plan;
 }
 
@@ -152,15 +152,15 @@ void Group::plan_receive(Plan& plan, const ncclepTensor_t* routes, std::int64_t 
   const Tensor before = plan.routes;
   take_routes(plan, routes, max_pairs, max_assignments);
   const std::size_t kept = rail_routes_size(control_, plan.num_chunks) * sizeof(std::int32_t);
-  queue(stream, [&] {
-    if (kept > 0) {  // what the first kernel has written
-      cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,
-                                 reinterpret_cast<cudaStream_t>(stream)),
-                 "cudaMemcpyAsync");
-    }
-    native::plan_receive(context(), received_routes(plan), plan_scratch(num_sms), num_sms, stream,
-                         rail_routes(plan));
-  });
+  auto turn = take_turn(stream);
+  if (kept > 0) {  // what the first kernel has written
+    cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,
+                               reinterpret_cast<cudaStream_t>(stream)),
+               "cudaMemcpyAsync");
+  }
+  native::plan_receive(context(), received_routes(plan), plan_scratch(num_sms), num_sms, stream,
+                       rail_routes(plan));
+  turn.end();
 }
 
 Group::Rows Group::rows_at(Phase phase, const Plan& plan, const ncclepRows_t& given) const {
@@ -194,7 +194,9 @@ void Group::dispatch(const Plan& plan, const ncclepRows_t& given) {
   job.rail_routes = rail_routes(plan);
   const KernelContext me = context(
       call_of_rows(Phase::kDispatch, plan.number, at.rows.dtype, job.row_bytes, job.has_weights));
-  queue(at.stream, [&] { native::dispatch(me, job, given.num_sms, at.stream, rails_.get()); });
+  auto turn = take_turn(at.stream);
+  native::dispatch(me, job, given.num_sms, at.stream, rails_.get());
+  turn.end();
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
@@ -230,7 +232,9 @@ void Group::combine(const Plan& plan, const ncclepRows_t& given) {
   }
   const KernelContext me = context(
       call_of_rows(Phase::kCombine, plan.number, job.dtype, job.row_bytes, job.has_weights));
-  queue(at.stream, [&] { native::combine(me, job, given.num_sms, at.stream, rails_.get()); });
+  auto turn = take_turn(at.stream);
+  native::combine(me, job, given.num_sms, at.stream, rails_.get());
+  turn.end();
 }
 
 }  // namespace ncclep::native

@@ -63,8 +63,7 @@ namespace {
 
 LowLatencyWindow layout_of(const Communicator& communicator,
                            const ncclepLowLatencyConfig_t& sizes) {
-  const int num_ranks = communicator.num_ranks();
-  return low_latency_window(num_ranks, num_ranks / communicator.lsa_size(), sizes);
+  return low_latency_window(communicator.num_ranks(), communicator.num_domains(), sizes);
 }
 
 }  // namespace
@@ -79,11 +78,7 @@ std::shared_ptr<LowLatency> LowLatency::make(std::shared_ptr<Group> group,
   std::shared_ptr<LowLatency> made;
   const Agreement agreement(all_gather, group->communicator()->num_ranks(), "low-latency mode");
   agreement.on_all_ranks(
-      "allocating a low-latency window",
-      [&] {
-        made = std::make_shared<LowLatency>(group, sizes);
-        return std::string();
-      },
+      "allocating a low-latency window", [&] { made = std::make_shared<LowLatency>(group, sizes); },
       "if GPU memory ran out: use fewer tokens");
   try {
     open_checked(*made, *group->communicator(), agreement, {"low-latency"});
@@ -193,9 +188,9 @@ void LowLatency::dispatch(const ncclepLowLatencyDispatch_t& given) {
     job.num_tokens = static_cast<int>(num_tokens);
   }
   const std::uintptr_t stream = number_of(given.stream);
-  group_->queue(stream, [&] {
-    low_latency_dispatch(group_->context(), context(), job, num_ctas, stream, rails_.get());
-  });
+  auto turn = group_->take_turn(stream);
+  low_latency_dispatch(group_->context(), context(), job, num_ctas, stream, rails_.get());
+  turn.end();
   if (job.sends) num_tokens_ = job.num_tokens;
 }
 
@@ -224,9 +219,9 @@ void LowLatency::combine(const ncclepLowLatencyCombine_t& given) {
   job.num_tokens = static_cast<int>(num_tokens_);
   job.dtype = sizes_.dtype;
   const std::uintptr_t stream = number_of(given.stream);
-  group_->queue(stream, [&] {
-    low_latency_combine(group_->context(), context(), job, given.num_ctas, stream, rails_.get());
-  });
+  auto turn = group_->take_turn(stream);
+  low_latency_combine(group_->context(), context(), job, given.num_ctas, stream, rails_.get());
+  turn.end();
 }
 
 }  // namespace ncclep::native

@@ -227,7 +227,7 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
     native = extension.load()
     if communicator.lsa_size > (most := native.MAX_LOCAL_RANKS):
         return f"{communicator.lsa_size} ranks are in one NVLink domain: it takes at most {most}"
-    if (domains := group.size // communicator.lsa_size) > (most := native.MAX_DOMAINS):
+    if (domains := communicator.num_domains) > (most := native.MAX_DOMAINS):
         return f"the ranks are in {domains} NVLink domains: it takes at most {most}"
     if communicator.lsa_size == group.size:
         return None

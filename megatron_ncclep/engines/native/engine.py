@@ -22,9 +22,9 @@ from megatron_ncclep.engines.engine import (
 )
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native.availability import default_num_sms
-from megatron_ncclep.engines.native.buffers import CombineBuffers, DispatchBuffers, try_allocate
+from megatron_ncclep.engines.native.buffers import RowsBuffers, try_allocate
 from megatron_ncclep.engines.native.group import NativeGroup
-from megatron_ncclep.engines.native.host_protocol import HostProtocol, row_bytes_of
+from megatron_ncclep.engines.native.host_protocol import HostProtocol, RowsCall, row_bytes_of
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
 from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.libraries import extension
@@ -103,24 +103,24 @@ class NativeEngine(EngineBase[NativePlan]):
         stream = self.streams.keep(topk_idx)
         # Everything is queued before the host knows how much arrives; it is rarely more than
         # expected.
-        handle = self._shared.queue(
-            "plan",
-            self._native.plan,
-            topk_idx=topk_idx.contiguous(),
-            most_tokens=capacity.most_tokens,
-            number=call.number,
-            alignment=self.config.block_alignment,
-            max_recv_rows=capacity.limit or 0,
-            counts=buffers.counts,
-            token_routes=buffers.token_routes,
-            routes=buffers.routes,
-            max_pairs=capacity.max_pairs,
-            max_assignments=capacity.max_assignments,
-            kept=buffers.kept,
-            lacked=None if self._overflow_report is None else self._overflow_report.for_kernel(),
-            num_sms=self.num_sms,
-            stream=stream,
-        )
+        report = self._overflow_report
+        with self._shared.refusing("plan"):
+            handle = self._native.plan(
+                topk_idx=topk_idx.contiguous(),
+                most_tokens=capacity.most_tokens,
+                number=call.number,
+                alignment=self.config.block_alignment,
+                max_recv_rows=capacity.limit or 0,
+                counts=buffers.counts,
+                token_routes=buffers.token_routes,
+                routes=buffers.routes,
+                max_pairs=capacity.max_pairs,
+                max_assignments=capacity.max_assignments,
+                kept=buffers.kept,
+                lacked=None if report is None else report.for_kernel(),
+                num_sms=self.num_sms,
+                stream=stream,
+            )
         # The plan object is made while the device works; in exact mode the sizes follow.
         num_tokens, top_k = topk_idx.shape
         rows_on_host = None
@@ -141,15 +141,17 @@ class NativeEngine(EngineBase[NativePlan]):
             shared=self._shared,
             rows_on_host=rows_on_host,
         )
-        if capacity.limit is None:
-            self._wait_for_sizes(plan, topk_idx)
+        if rows_on_host is not None:
+            self._wait_for_sizes(plan, rows_on_host, topk_idx)
         return plan
 
-    def _wait_for_sizes(self, plan: NativePlan, topk_idx: torch.Tensor) -> None:
+    def _wait_for_sizes(
+        self, plan: NativePlan, rows_on_host: torch.Tensor, topk_idx: torch.Tensor
+    ) -> None:
         """Complete an exact plan; receive its routes again where they had no room."""
         native = self._native
         sizes = native.wait_for_sizes(
-            plan=plan.handle, rows_of_expert=plan.rows_on_host, stream=plan.stream
+            plan=plan.handle, rows_of_expert=rows_on_host, stream=plan.stream
         )
         if sizes is None:
             self._shared.raise_failure()
@@ -164,64 +166,42 @@ class NativeEngine(EngineBase[NativePlan]):
             if memory.problem is not None:  # the other ranks have moved on
                 self._shared.refuse("plan", memory.problem)
             plan.routes = memory.buffers
-            self._shared.queue(
-                "plan",
-                native.plan_receive,
-                plan=plan.handle,
-                routes=plan.routes,
-                max_pairs=sizes.num_pairs,
-                max_assignments=sizes.num_assignments,
-                num_sms=self.num_sms,
-                stream=plan.stream,
-            )
+            with self._shared.refusing("plan"):
+                native.plan_receive(
+                    plan=plan.handle,
+                    routes=plan.routes,
+                    max_pairs=sizes.num_pairs,
+                    max_assignments=sizes.num_assignments,
+                    num_sms=self.num_sms,
+                    stream=plan.stream,
+                )
         self._protocol.record_load(plan, sizes.num_assignments)
 
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        call = self._protocol.begin_rows("dispatch", plan, x, w, DispatchBuffers.allocate)
-        self._describe(call.row_bytes, call.plan.top_k)
-        buffers = call.buffers
-        self._shared.queue(
-            "dispatch",
-            self._native.dispatch,
-            plan=call.plan.handle,
-            x=buffers.x,
-            w=buffers.w,
-            rows=buffers.rows,
-            row_w=buffers.row_w,
-            num_sms=self.num_sms,
-            stream=call.stream,
-        )
-        return buffers.rows, buffers.row_w
+        call = self._protocol.begin_rows("dispatch", plan, x, w, RowsBuffers.of_dispatch)
+        self._describe(call)
+        with self._shared.refusing("dispatch"):
+            self._native.dispatch(**call.arguments(self.num_sms))
+        return call.buffers.rows, call.buffers.row_w
 
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
         call = self._protocol.begin_rows("combine", plan, y, w, self._combine_buffers)
-        self._describe(call.row_bytes, call.plan.top_k)
-        buffers = call.buffers
-        self._shared.queue(
-            "combine",
-            self._native.combine,
-            plan=call.plan.handle,
-            y=buffers.y,
-            w=buffers.w,
-            sums=buffers.sums,
-            out=buffers.out,
-            topk_w=buffers.topk_w,
-            num_sms=self.num_sms,
-            stream=call.stream,
-        )
-        return buffers.out, buffers.topk_w
+        self._describe(call)
+        with self._shared.refusing("combine"):
+            self._native.combine(**call.arguments(self.num_sms))
+        return call.buffers.tokens, call.buffers.topk_w
 
     def _combine_buffers(
         self, plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None
-    ) -> CombineBuffers:
+    ) -> RowsBuffers:
         num_sums = self._native.sums_size(plan.handle, self.num_sms, row_bytes_of(y))
-        return CombineBuffers.allocate(plan, y, w, num_sums)
+        return RowsBuffers.of_combine(plan, y, w, num_sums)
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
@@ -237,9 +217,10 @@ class NativeEngine(EngineBase[NativePlan]):
         num_bytes: int = self._native.num_bytes
         return num_bytes
 
-    def _describe(self, row_bytes: int, top_k: int) -> None:
+    def _describe(self, call: RowsCall) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
-        if self.group.rank != 0 or (kind := (row_bytes, top_k)) in self._described:
+        kind = (call.row_bytes, call.plan.top_k)
+        if self.group.rank != 0 or kind in self._described:
             return
         self._described.add(kind)
         self.group.announce(configuration(self.num_sms, self.group.size, *kind), logging.DEBUG)

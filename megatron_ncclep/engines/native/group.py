@@ -9,8 +9,7 @@ no host has checked; the group remains usable after those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -25,7 +24,6 @@ from megatron_ncclep.ranks.resources import Resource
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
-_Result = TypeVar("_Result")
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
 # After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
@@ -66,7 +64,7 @@ class NativeGroup(Resource):
         self._refusal: str | None = None  # this rank's own
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
-        self.domains = Nodes(group.size // communicator.lsa_size, communicator.lsa_size)
+        self.domains = Nodes(communicator.num_domains, communicator.lsa_size)
         self.native: _C.GroupHandle = group.hosts.on_all_ranks(
             "making the native engine",
             lambda: self.module.GroupHandle(communicator, num_experts, timeout_s),
@@ -130,8 +128,8 @@ class NativeGroup(Resource):
             raise RefusedError(refusal)
         raise InputError(refusal)
 
-    def queue(self, phase: str, step: Callable[..., _Result], **arguments: Any) -> _Result:
-        """Call `step`, which queues kernels; if it fails, the other ranks hear why.
+    def refusing(self, phase: str) -> Refusing:
+        """Queue kernels inside this context; if that fails, the other ranks hear why.
 
         Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
         wait for it until their deadline.
@@ -140,15 +138,16 @@ class NativeGroup(Resource):
             LibraryError: it failed, and there are no other ranks.
             RefusedError: it failed, and all ranks raise this.
         """
+        return Refusing(self, phase)
+
+    def refuse_after(self, phase: str, error: LibraryError) -> None:
+        """Refuse a call whose launch has failed; returns where there are no other ranks."""
+        if self.group.size == 1:
+            return
         try:
-            return step(**arguments)
-        except LibraryError as error:
-            if self.group.size == 1:
-                raise
-            try:
-                self.refuse(phase, str(error))
-            except LibraryError:  # the device takes nothing more; their late waits end with this
-                raise RefusedError(str(self._refusal)) from error
+            self.refuse(phase, str(error))
+        except LibraryError:  # the device takes nothing more; their late waits end with this
+            raise RefusedError(str(self._refusal)) from error
 
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure on the device."""
@@ -288,6 +287,22 @@ class NativeGroup(Resource):
     def leave(self) -> None:
         """Make closing wait for no other rank, which several NVLink domains' ranks otherwise do."""
         self.native.begin(ALONE_TIMEOUT_S, 0, 0, 0)
+
+
+class Refusing:
+    """See `NativeGroup.refusing`; a generator would take several times as long in every call."""
+
+    __slots__ = ("_phase", "_shared")
+
+    def __init__(self, shared: NativeGroup, phase: str) -> None:
+        self._shared, self._phase = shared, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, LibraryError):
+            self._shared.refuse_after(self._phase, error)
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -17,7 +17,12 @@ from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native import windows
-from megatron_ncclep.engines.native.buffers import Allocation, PlanBuffers, try_allocate
+from megatron_ncclep.engines.native.buffers import (
+    Allocation,
+    PlanBuffers,
+    RowsBuffers,
+    try_allocate,
+)
 from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup
 from megatron_ncclep.engines.native.plan import (
     HEADROOM,
@@ -29,7 +34,6 @@ from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 
 _Result = TypeVar("_Result")
-_Buffers = TypeVar("_Buffers")
 # The sizes of a call with a problem: any windows are large enough for it.
 NO_SHAPE = (0, 0, 0)
 
@@ -50,7 +54,7 @@ class PlanCall:
 
 
 @dataclass(eq=False, slots=True)
-class RowsCall(Generic[_Buffers]):
+class RowsCall:
     """A dispatch or combine that can be queued.
 
     Attributes:
@@ -61,9 +65,23 @@ class RowsCall(Generic[_Buffers]):
     """
 
     plan: NativePlan
-    buffers: _Buffers
+    buffers: RowsBuffers
     row_bytes: int
     stream: int
+
+    def arguments(self, num_sms: int) -> dict[str, Any]:
+        """Those of `_C.GroupHandle.dispatch` and `combine`."""
+        moved = self.buffers
+        return {
+            "plan": self.plan.handle,
+            "tokens": moved.tokens,
+            "topk_w": moved.topk_w,
+            "rows": moved.rows,
+            "row_w": moved.row_w,
+            "sums": moved.sums,
+            "num_sms": num_sms,
+            "stream": self.stream,
+        }
 
 
 class HostProtocol:
@@ -216,8 +234,8 @@ class HostProtocol:
         plan: RoutePlan,
         rows: torch.Tensor,
         w: torch.Tensor | None,
-        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], _Buffers],
-    ) -> RowsCall[_Buffers]:
+        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], RowsBuffers],
+    ) -> RowsCall:
         """Check the arguments of dispatch or combine; provide memory and windows for it.
 
         The device compares them with those of the other ranks.  With `check_calls` the hosts do,

@@ -8,7 +8,7 @@ which the other ranks write: nothing is copied, and its addresses never change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_ncclep import _C
 
 _Result = TypeVar("_Result")
-_Arguments = dict[str, torch.Tensor | None]
+_Arguments = dict[str, Any]  # tensors, or None
 
 # A kernel has as many CTAs as leave several warps of each with a 1 KiB piece of a row.
 DEFAULT_MOST_CTAS = 120
@@ -129,27 +129,23 @@ class NativeLowLatency(Resource):
             }
 
         arguments = self._allocated("dispatch", allocate)
-        self._shared.queue(
-            "low-latency dispatch",
-            self._native.dispatch,
-            **arguments,
-            counts=self._counts,
-            completes=completes,
-            num_ctas=self._num_ctas(self._tokens_of_dispatch(), x.element_size()),
-            stream=stream,
-        )
+        num_ctas = self._num_ctas(self._tokens_of_dispatch(), x.element_size())
+        with self._shared.refusing("low-latency dispatch"):
+            self._native.dispatch(
+                **arguments,
+                counts=self._counts,
+                completes=completes,
+                num_ctas=num_ctas,
+                stream=stream,
+            )
         self._arguments = {} if completes else arguments
         return self._received
 
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
         stream = self._streams.keep(*self._arguments.values())
-        self._shared.queue(
-            "low-latency dispatch",
-            self._native.complete_dispatch,
-            counts=self._counts,
-            stream=stream,
-        )
+        with self._shared.refusing("low-latency dispatch"):
+            self._native.complete_dispatch(counts=self._counts, stream=stream)
         self._arguments = {}
         return self._received
 
@@ -160,7 +156,7 @@ class NativeLowLatency(Resource):
         stream = self._streams.keep(y, rows_of)
 
         out = self._allocated("combine", lambda: y.new_empty(self._num_tokens, self._sizes.hidden))
-        arguments = self._allocated(
+        arguments: _Arguments = self._allocated(
             "combine",
             lambda: {
                 "y": aligned(y).view(-1, self._sizes.hidden),
@@ -168,31 +164,31 @@ class NativeLowLatency(Resource):
                 "out": out,
             },
         )
-        self._shared.queue(
-            "low-latency combine",
-            self._native.combine,
-            **arguments,
-            sends=True,
-            completes=completes,
-            num_ctas=self._num_ctas(self._tokens_of_combine(), y.element_size()),
-            stream=stream,
-        )
+        num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
+        with self._shared.refusing("low-latency combine"):
+            self._native.combine(
+                **arguments,
+                sends=True,
+                completes=completes,
+                num_ctas=num_ctas,
+                stream=stream,
+            )
         self._arguments = {} if completes else arguments
         return out
 
     def complete_combine(self) -> torch.Tensor:
         """See `LowLatencyCalls.complete_combine`."""
-        out = self._arguments["out"]
-        assert out is not None  # send_combine has made it
-        self._shared.queue(
-            "low-latency combine",
-            self._native.combine,
-            **self._arguments,
-            sends=False,
-            completes=True,
-            num_ctas=self._num_ctas(self._num_tokens, out.element_size()),
-            stream=self._streams.keep(*self._arguments.values()),
-        )
+        out: torch.Tensor = self._arguments["out"]
+        num_ctas = self._num_ctas(self._num_tokens, out.element_size())
+        stream = self._streams.keep(*self._arguments.values())
+        with self._shared.refusing("low-latency combine"):
+            self._native.combine(
+                **self._arguments,
+                sends=False,
+                completes=True,
+                num_ctas=num_ctas,
+                stream=stream,
+            )
         self._arguments = {}
         return out
 
