@@ -9,12 +9,14 @@ no host has checked; the group remains usable after those.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from megatron_ncclep.errors import EpError, InputError, LibraryError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
@@ -24,6 +26,9 @@ from megatron_ncclep.ranks.resources import Resource
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
+MIB = 2**20
+# Windows are made for a multiple of this many tokens, or of a larger step for large batches.
+MIN_TOKENS = 128
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
 # After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
@@ -184,6 +189,38 @@ class NativeGroup(Resource):
             "the other ranks' output. What this group has returned since is NaN"
         )
 
+    def reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
+        """Make sure that windows are large enough; log on rank 0 how they have grown.
+
+        Collective when they grow, with the same arguments: the most tokens of a rank, assignments
+        of a token, bytes of a row.  Waits for the device then, until the deadline of the last
+        `begin`.  `csrc/native/host/group.cpp` makes them, on all ranks or on none, and has the
+        ranks verify that they reach each other's (`csrc/native/host/window_check.h`).
+
+        Raises:
+            InputError: on every rank, when they must grow and a CUDA graph uses them.
+            LibraryError: on every rank, when one has no memory, when NCCL makes no window, or when
+                a rank does not reach another's memory.  No windows are left then.
+            PeerError: a rank did not come in time.
+        """
+        held = self.native.num_bytes
+        growth = self.native.reserve(
+            num_tokens=tokens_of_windows(num_tokens),
+            top_k=top_k,
+            row_bytes=row_bytes,
+            stream=extension.current_stream(),
+            all_gather=self.group.hosts.exchange,
+        )
+        if growth is None or self.group.rank != 0:
+            return
+        holds = self.native.num_bytes
+        # The first plan precedes the first row: its windows are made without knowing row lengths.
+        get_logger().log(
+            logging.INFO if holds >= MIB else logging.DEBUG,
+            "native: windows grew from %.1f to %.1f MiB on each of %d ranks (%s)",
+            *(held / MIB, holds / MIB, self.group.size, growth),
+        )
+
     def note_batches(self, num_tokens: list[int]) -> None:
         """Make hosts agree on plans for a while after ranks have brought different batches.
 
@@ -315,3 +352,13 @@ def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:
     name = next((n for n in VALUES if first.get(n) != second.get(n)), "a call")
     each = ", ".join(f"rank {rank} has {values.get(name)}" for rank, values in calls.items())
     return InputError(difference(phase, name, each))
+
+
+def tokens_of_windows(num_tokens: int) -> int:
+    """The number of tokens to make windows for when a batch has `num_tokens`.
+
+    At most an eighth more, or `MIN_TOKENS` more, so that slightly growing batches do not replace
+    the windows each time.  Example: 5000 tokens get windows for 5120.
+    """
+    step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
+    return max(1, -(-num_tokens // step)) * step

@@ -16,7 +16,6 @@ import torch
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.native import windows
 from megatron_ncclep.engines.native.buffers import (
     Allocation,
     PlanBuffers,
@@ -147,7 +146,7 @@ class HostProtocol:
             if self._is_static:  # for exact plans hosts agree anyway
                 self._shared.note_batches(agreement.gathered)
             if not fits or most_tokens > topk_idx.shape[0]:
-                self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
+                self._shared.reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
@@ -254,7 +253,7 @@ class HostProtocol:
             self._together(
                 phase, lambda: self._engine.agree_on_rows(phase, plan, rows, w, memory.problem)
             )
-            self._reserve(*shape)
+            self._shared.reserve(*shape)
         elif memory.problem is not None:
             self._shared.refuse(phase, memory.problem)
         else:
@@ -288,10 +287,6 @@ class HostProtocol:
                 "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
                 "the largest batch first, or set check_calls",
             )
-
-    def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
-        """Make sure that all ranks' windows are large enough.  Collective when they grow."""
-        windows.reserve(self._engine.group, self._native, num_tokens, top_k, row_bytes)
 
 
 def row_bytes_of(rows: torch.Tensor) -> int:
