@@ -32,10 +32,6 @@ def run_reporting(command: str, call: Callable[[], int]) -> int:
     rank has died: that error says that a connection ended, but not whose.  A stdout on a full disk
     is reported too; if stdout's reader has gone, the command ends silently, as SIGPIPE would end
     it.  Every other exception goes to the caller.
-
-    Args:
-        command: the command's name, for the line.
-        call: runs the command.
     """
     try:
         return call()
@@ -125,11 +121,7 @@ def _report(command: str, summary: str, text: str) -> None:
 
 
 def first_report(folder: Path) -> str | None:
-    """What the first rank to report an error to torchrun said, in a line; None if none did.
-
-    Args:
-        folder: torchrun's `--log-dir`, which has the reports of one job.
-    """
+    """What the first rank to report an error to torchrun said, in a line; None if none did."""
     reports = folder.rglob("error.json")
     first = min(reports, key=lambda path: path.stat().st_mtime_ns, default=None)
     if first is None:

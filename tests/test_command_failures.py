@@ -115,7 +115,7 @@ from megatron_ncclep.error_reporting import install_excepthook
 dist.init_process_group("gloo")
 if "alone" in sys.argv:
     install_excepthook()  # as the first layer does
-EpGroup.of(dist.group.WORLD).agree("plan", {}, None, 60.0)
+EpGroup.of(dist.group.WORLD).hosts.agree("plan", {}, None, 60.0)
 if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(1))

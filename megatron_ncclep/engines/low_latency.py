@@ -24,6 +24,7 @@ from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
 
 
@@ -76,7 +77,7 @@ class LowLatencyCalls(Protocol):
         ...
 
 
-class LowLatency(Uncopied):
+class LowLatency(Uncopied, Resource):
     """Alternating dispatch and combine, one micro-batch at a time; made by `create_low_latency`.
 
     All calls are collective, and every rank makes the same ones in the same order.  A rank may have
@@ -219,7 +220,7 @@ class LowLatency(Uncopied):
         return self._calls.combine(y, rows_of, completes)
 
     def _require_open(self) -> None:
-        self.group.require_open()
+        self.group.torch.require_open()
         if self._closed:
             raise GroupClosedError("the low-latency object was closed: make another one")
 
@@ -325,11 +326,11 @@ def create_low_latency(
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
     group, config = maker.group, engine.config
-    number = group.agree("open", values, problem, group.deadline_s(config)).call
+    number = group.hosts.agree("open", values, problem, group.deadline_s(config)).call
     name = f"low-latency {number}"  # shared by the group, so that it is closed with the group
-    calls = group.share(name, lambda: maker.make_low_latency(sizes, number))
+    calls = group.resources.share(name, lambda: maker.make_low_latency(sizes, number))
 
     def release() -> None:
-        group.release(name, group.deadline_s(config))
+        group.resources.release(name, group.deadline_s(config))
 
     return LowLatency(group, engine.caps, sizes, calls, release)

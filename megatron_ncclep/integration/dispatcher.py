@@ -311,7 +311,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             require_usable_bound(self.config, self.engine, self._num_slices)
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
-        all_ranks = self._ranks.gather(
+        all_ranks = self._ranks.hosts.gather(
             torch.tensor([mine]),
             "plan, exchanging how many experts a token has with capacity padding",
             self._ranks.deadline_s(self.engine.config),

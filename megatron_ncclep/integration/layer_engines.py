@@ -62,7 +62,8 @@ class LayerEngines(Uncopied):
     @property
     def overflow_report(self) -> OverflowReport | None:
         """Where the engine records rows that ranks lacked; layers may share it.  None: nowhere."""
-        found: OverflowReport | None = self._ranks.shared(OverflowReport.name(self.engine.config))
+        name = OverflowReport.name(self.engine.config)
+        found: OverflowReport | None = self._ranks.resources.find(name)
         return found
 
     def is_static(self) -> bool:

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine that run one function: for `ncclep bench` and `ncclep doctor`."""
+"""Starts ranks on this machine that run one function: for `ncclep doctor` and the benchmarks."""
 
 from __future__ import annotations
 

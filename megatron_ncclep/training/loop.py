@@ -104,14 +104,7 @@ def _start(job: Job) -> torch.device:
 
 
 class Training:
-    """One training with one dispatcher; every method is collective over all ranks.
-
-    Args:
-        job: what to train.
-        dispatcher: one of the job's.
-        device: of this rank.
-        interruption: of this process.
-    """
+    """One training with one dispatcher; every method is collective over all ranks."""
 
     def __init__(
         self, job: Job, dispatcher: str, device: torch.device, interruption: Interruption

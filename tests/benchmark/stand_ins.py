@@ -12,10 +12,9 @@ import torch.distributed as dist
 from rank_pool import RankContext
 from timeouts import patient
 
-from benchmarks import layers
+from benchmarks import Setting, layers
 from benchmarks.job import make_subject
-from megatron_ncclep.benchmark import Setting
-from megatron_ncclep.benchmark.shapes import Workload
+from benchmarks.shapes import Workload
 
 FFN = 48  # size of an expert
 

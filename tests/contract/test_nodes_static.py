@@ -23,7 +23,7 @@ from test_nodes import ENGINE, assert_all_steps, grid, possible_cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ncclep.benchmark.cases import Case
+from benchmarks.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
@@ -105,7 +105,7 @@ def far(group: EpGroup) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, NoMethodReads(), NoOperatorReads():
         patch.setattr(AllToAll, "finish", finish_at_once)
-        patch.setattr(group, "exchange", never)
+        patch.setattr(group.hosts, "exchange", never)
         patch.setattr(Far, "is_on", True)
         yield
 
@@ -310,7 +310,10 @@ def test_what_crosses_has_a_deadline(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "looks", looks)
     group: Any = SimpleNamespace(
-        rank=0, size=2, device=torch.device("cuda"), refusal=lambda rank: refusals.get(rank, "")
+        rank=0,
+        size=2,
+        device=torch.device("cuda"),
+        hosts=SimpleNamespace(link=SimpleNamespace(refusal=lambda rank: refusals.get(rank, ""))),
     )
     pending_transfers = PendingTransfers(group)
     pending_transfers.check()  # nothing has crossed

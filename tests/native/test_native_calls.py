@@ -108,7 +108,7 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
             assert lacked is None
             return
         lacked[1] = 16 << 32 | 64
-        report = engine.group._shared["rows lacked of 64, raise"].thing
+        report = engine.group.resources.find("rows lacked of 64, raise")
         with pytest.raises(RowsDroppedError, match="rank 1 needed 80 rows and had 64"):
             report.check()
         engine.group.is_warmup = True

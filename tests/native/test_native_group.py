@@ -46,14 +46,10 @@ def native(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
 
 def group_of(native: FakeGroup, lost: str = "") -> NativeGroup:
     group = object.__new__(NativeGroup)
-    group.group = SimpleNamespace(  # type: ignore[assignment]
-        rank=1,
-        size=4,
-        device=torch.device("cuda", 1),
-        refusal=lambda rank: "",
-        refuse=print,
-        lost=lambda wait_s: lost,
-    )
+    link = SimpleNamespace(refusal=lambda rank: "", lost=lambda wait_s: lost)
+    hosts = SimpleNamespace(refuse=print, link=link)
+    device = torch.device("cuda", 1)
+    group.group = SimpleNamespace(rank=1, size=4, device=device, hosts=hosts)  # type: ignore[assignment]
     group.native = native
     group._refusal = None
     return group
@@ -185,7 +181,7 @@ def test_the_refusal_of_another_rank_is_told_in_its_words(
     memory it can only tell the device.
     """
     group = group_of(native)
-    group.group.refusal = lambda rank: said if rank == 2 else ""  # type: ignore[method-assign]
+    group.group.hosts.link.refusal = lambda rank: said if rank == 2 else ""  # type: ignore[method-assign]
     native.is_over = True
     native.failed = LATE._replace(reason=reason)
     expected = {

@@ -19,7 +19,6 @@ from megatron_ncclep.engines.native.network import network_problem
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.ranks import topology
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -46,7 +45,7 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
     what = "open, looking for what keeps the engine 'native' from running"
     timeout_s = group.deadline_s(config)
     ranks_per_gpu = group.ranks_per_gpu(timeout_s)
-    problem, mine = on_all_ranks(group, what, look, timeout_s)
+    problem, mine = group.hosts.on_all_ranks(what, look, timeout_s)
     places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
@@ -117,14 +116,7 @@ def default_num_sms(group: EpGroup, ranks_per_gpu: int) -> int:
 
 
 def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
-    """Say what is wrong with the number of SMs, if anything is.
-
-    Args:
-        num_ranks: of the group.
-        num_sms: SMs for the kernels.
-        gpu: properties of the device, as torch gives them.
-        ranks_per_gpu: the most ranks that share one GPU.
-    """
+    """Say what is wrong with the number of SMs, if anything is."""
     least: int = extension.load().native_min_sms(num_ranks)
     most = most_sms(gpu.multi_processor_count, ranks_per_gpu)
     if num_sms < least:
@@ -185,7 +177,7 @@ def _own_place(device: torch.device) -> _Place:
 def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     """Return every rank's place, by rank.  Collective."""
     message = json.dumps(asdict(mine)).encode()
-    theirs = group.exchange_padded(
+    theirs = group.hosts.exchange_padded(
         message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
     )
     return [_Place(**json.loads(each)) for each in theirs]

@@ -72,12 +72,6 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Allocate on the device of `topk_idx`, [num_tokens, top_k].
 
-        Args:
-            native: the group's `_C.GroupHandle`.
-            capacity: the plan's capacity.
-            topk_idx: the routing.
-            may_drop: whether rows may be dropped.
-
         Raises:
             torch.OutOfMemoryError: there is no memory.
         """

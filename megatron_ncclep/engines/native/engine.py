@@ -12,6 +12,7 @@ import logging
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
     COMMON_OPTIONS,
     NODE_SUMS_ROUNDED,
@@ -46,7 +47,7 @@ CAPS = EngineCaps(
 CAPS_OVER_DOMAINS = dataclasses.replace(CAPS, reduction=NODE_SUMS_ROUNDED)
 
 
-class NativeEngine(HostProtocol):
+class NativeEngine(EngineBase[NativePlan]):
     """See `Engine`.
 
     In static mode no call waits for the device or for another host, so that all of them can be
@@ -63,27 +64,30 @@ class NativeEngine(HostProtocol):
     """
 
     caps = CAPS  # of an engine within one NVLink domain
+    plan_type = NativePlan
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
         ranks_per_gpu = group.ranks_per_gpu(group.deadline_s(config))
         self.num_sms = config.num_sms or default_num_sms(group, ranks_per_gpu)
-        if ranks_per_gpu > 1 and group.rank == 0:
+        if ranks_per_gpu > 1:
             text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
-            group.log_once(logging.WARNING, text, text)
+            group.announce(text, logging.WARNING)
         self._name = f"native {num_experts}"
-        shared = group.share(
+        shared = group.resources.share(
             self._name, lambda: NativeGroup(group, num_experts, group.deadline_s(config))
         )
         self._described: set[tuple[int, int]] = set()
         self.nodes = shared.domains
         if self.nodes.count > 1:
             self.caps = CAPS_OVER_DOMAINS
-            if group.rank == 0:
-                domains, ranks = self.nodes.count, self.nodes.ranks_on_each
-                text = f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
-                group.log_once(logging.INFO, text, text)
-        super().__init__(group, num_experts, config, shared)
+            domains, ranks = self.nodes.count, self.nodes.ranks_on_each
+            group.announce(
+                f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
+            )
+        super().__init__(group, num_experts, config)
+        self._shared, self._native = shared, shared.native
+        self._protocol = HostProtocol(self, shared)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
@@ -94,7 +98,7 @@ class NativeEngine(HostProtocol):
         counts as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on
         all ranks.
         """
-        call = self._begin_plan(topk_idx)
+        call = self._protocol.begin_plan(topk_idx)
         capacity, buffers = call.capacity, call.buffers
         stream = self.streams.keep(topk_idx)
         # Everything is queued before the host knows how much arrives; it is rarely more than
@@ -153,7 +157,7 @@ class NativeEngine(HostProtocol):
             self._shared.raise_failure()
         assert sizes is not None  # otherwise the device has reported a failure, which was raised
         if sizes.first_bad_rank >= 0:
-            self._raise_bad_routing(topk_idx)
+            self._protocol.raise_bad_routing(topk_idx)
         plan.num_rows = sizes.num_rows
         if not sizes.has_room:
             needed = (sizes.num_pairs, sizes.num_assignments)
@@ -171,13 +175,13 @@ class NativeEngine(HostProtocol):
                     num_sms=self.num_sms,
                     stream=plan.stream,
                 )
-        self._record_load(plan, sizes.num_assignments)
+        self._protocol.record_load(plan, sizes.num_assignments)
 
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        call = self._begin_rows("dispatch", plan, x, w, RowsBuffers.of_dispatch)
+        call = self._protocol.begin_rows("dispatch", plan, x, w, RowsBuffers.of_dispatch)
         self._describe(call)
         with self._shared.refusing("dispatch"):
             self._native.dispatch(**call.arguments(self.num_sms))
@@ -187,7 +191,7 @@ class NativeEngine(HostProtocol):
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
-        call = self._begin_rows("combine", plan, y, w, self._combine_buffers)
+        call = self._protocol.begin_rows("combine", plan, y, w, self._combine_buffers)
         self._describe(call)
         with self._shared.refusing("combine"):
             self._native.combine(**call.arguments(self.num_sms))
@@ -201,12 +205,12 @@ class NativeEngine(HostProtocol):
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
-        self._require_open()
+        self.require_open()
         return NativeLowLatency(self._shared, self.streams, self.num_experts, self.config, sizes)
 
     def _release(self) -> None:
         """Release the windows, which the group's last engine frees."""
-        self.group.release(self._name, self.timeout_s)
+        self.group.resources.release(self._name, self.timeout_s)
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
@@ -219,8 +223,7 @@ class NativeEngine(HostProtocol):
         if self.group.rank != 0 or kind in self._described:
             return
         self._described.add(kind)
-        text = configuration(self.num_sms, self.group.size, *kind)
-        self.group.log_once(logging.DEBUG, text, text)
+        self.group.announce(configuration(self.num_sms, self.group.size, *kind), logging.DEBUG)
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:

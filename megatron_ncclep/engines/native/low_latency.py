@@ -20,6 +20,7 @@ from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import groups_with_low_latency
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
@@ -34,7 +35,7 @@ LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
 LEAST_SHARE = 8
 
 
-class NativeLowLatency:
+class NativeLowLatency(Resource):
     """See `LowLatencyCalls`.
 
     A multi-rank group is unusable after an error, as after one of the engine's own calls.
@@ -70,10 +71,10 @@ class NativeLowLatency:
                 payload=str(_carried(sizes.payload)),
                 dtype=str(sizes.dtype),
                 num_scales=sizes.num_scales,
-                all_gather=group.exchange,
+                all_gather=group.hosts.exchange,
             )
         except Exception:
-            group.release("communicator", timeout_s)
+            group.resources.release("communicator", timeout_s)
             raise
         # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
         # have sent: all must get an SM.  As long as NCCL's SMs are left free, an ordinary launch
@@ -107,7 +108,7 @@ class NativeLowLatency:
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
         if sends:
-            self._group.enter()
+            self._group.hosts.enter()
 
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
         """None: the device checks the values."""
@@ -195,7 +196,7 @@ class NativeLowLatency:
         """See `LowLatencyCalls.close`."""
         self._native.close()
         self._group.num_low_latency -= 1
-        self._group.release("communicator", self._group.deadline_s(self._config))
+        self._group.resources.release("communicator", self._group.deadline_s(self._config))
 
     def abort(self) -> None:
         """Free the windows without the other ranks.  Not collective."""

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: int) -> None:
     """Refuse unsupported grouped experts before Megatron builds any experts.
 
-    Args:
-        config: TransformerConfig.
-        options: the dispatcher's options.
-        num_ranks: number of ranks in the expert-parallel group.
-        num_slices: number of ranks that share each expert's FFN hidden size.
-
     Raises:
         UnsupportedError, InputError: see `experts.refusals.check_config`.
     """
@@ -40,11 +34,6 @@ def select_experts(
     layer: Any, options: EpConfig, num_slices: int
 ) -> tuple[EpConfig, Choice | None, GroupedInLayer | None]:
     """Give the layer the experts that the options select.  Not collective.
-
-    Args:
-        layer: an MoELayer with the experts that Megatron has built.
-        options: the dispatcher's options.
-        num_slices: number of ranks that share each expert's FFN hidden size.
 
     Returns:
         the options, in which "auto" is resolved; the choice made for "auto", or for "grouped" how

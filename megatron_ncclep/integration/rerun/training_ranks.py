@@ -14,21 +14,18 @@ from megatron_ncclep.integration.rerun.state import ModelState
 from megatron_ncclep.ranks.torch_group import TorchGroup
 
 
-class TrainingRanks(TorchGroup):
+class TrainingRanks:
     """Those that take part in every step of a model, also where its layers have no experts."""
 
     def __init__(self, options: EpConfig) -> None:
         """`options`: of the model's dispatchers; their deadlines are used."""
         assert dist.group.WORLD is not None  # the engines have groups
-        super().__init__(dist.group.WORLD, called="the training")
+        self._torch = TorchGroup(dist.group.WORLD, called="the training")
+        self.rank, self.device = self._torch.rank, self._torch.device
         self._options, self._is_first = options, True
 
     def largest(self, words: list[torch.Tensor | int], what: str) -> list[int]:
         """The largest value of any rank for each of `words`.  Collective; waits for the device.
-
-        Args:
-            words: integers, or int64 scalars on the device.
-            what: names the decision in errors.
 
         Raises:
             PeerError: a rank did not come in time.
@@ -41,7 +38,7 @@ class TrainingRanks(TorchGroup):
         options = self._options
         deadline_s = options.first_deadline_s if self._is_first else options.timeout_s
         self._is_first = False
-        self.wait(
+        self._torch.wait(
             lambda group: dist.all_reduce(mine, dist.ReduceOp.MAX, group=group, async_op=True),
             what,
             deadline_s,

@@ -22,6 +22,7 @@ from megatron_ncclep.integration.checks.assignments import (
     require_usable_bound,
 )
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import Hosts
 
 NUM_EXPERTS, TOP_K = 4, 2
 # Every option has another value than its default.
@@ -108,11 +109,11 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     """
     asked, others = [], iter([1, 4, 0])
 
-    def gather(group: EpGroup, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+    def gather(hosts: Hosts, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         asked.append((mine.tolist(), timeout_s))
         return torch.stack([mine, torch.tensor([next(others)])])
 
-    monkeypatch.setattr(EpGroup, "gather", gather)
+    monkeypatch.setattr(Hosts, "gather", gather)
     dispatcher = make(ncclep=EXACT)
     routing_map = torch.zeros(2, NUM_EXPERTS, dtype=torch.bool)
     routing_map[1, :3] = True

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ncclep.benchmark import Setting, UnavailableError
+from benchmarks import Setting, UnavailableError
 from megatron_ncclep.errors import LibraryError, PeerError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
@@ -343,7 +343,7 @@ class _Copies:
             for _ in range(COPY_WARMUP + COPY_SAMPLES)
         ]
         mine = torch.tensor(times[COPY_WARMUP:], dtype=torch.float64)
-        theirs = self._group.gather(mine, "ceiling, gathering times", timeout_s)
+        theirs = self._group.hosts.gather(mine, "ceiling, gathering times", timeout_s)
         (median,) = quantiles(theirs.max(dim=0).values.tolist(), 0.5)
         return self._local.nbytes / median * 1e-3  # bytes / us -> GB / s
 
@@ -375,4 +375,4 @@ class _Copies:
     def _wait(self, what: str, timeout_s: float) -> None:
         """Let no rank continue before all copies are done."""
         torch.cuda.synchronize(self._group.device)
-        self._group.gather(torch.zeros(1), what, timeout_s)
+        self._group.hosts.gather(torch.zeros(1), what, timeout_s)
