@@ -220,6 +220,7 @@ def extensions():
 setup(
     packages=[
         "megatron_ncclep",
+        "megatron_ncclep.benchmark",
         "megatron_ncclep.cli",
         "megatron_ncclep.cpu",
         "megatron_ncclep.doctor",

@@ -312,10 +312,10 @@ def visible_gpus() -> list[str]:
 
 @cache
 def described() -> str:
-    """The machine and its software, as in `python -m benchmarks`."""
+    """The machine and its software, as in `ncclep bench`."""
     import torch
 
-    from benchmarks.machine import machine, versions
+    from megatron_ncclep.doctor.machine import machine, versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = machine(device, 1) | versions(device)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_ncclep.doctor.machine import machine, versions
 from megatron_versions import INSTALLED
+
+from megatron_ncclep.doctor.machine import machine, versions
 
 
 def add_ran_option(add: Callable[..., None]) -> None:

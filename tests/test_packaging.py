@@ -41,6 +41,7 @@ LAYER_OF = {
     # What people run.  The package's own file only loads names when they are used.
     "__init__": "tools",
     "__main__": "tools",
+    "benchmark": "tools",
     "cli": "tools",
     "cpu": "tools",
     "doctor": "tools",

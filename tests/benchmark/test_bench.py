@@ -1,4 +1,4 @@
-"""`python -m benchmarks` from end to end, on the CPU."""
+"""`ncclep bench` and `python -m benchmarks` from end to end, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from broken_bench import HANGS, RAISES, WRONG
 from sample_result import sample_result
 from timeouts import patient
 
-from benchmarks import PAIR, STEPS, WHOLE
 from benchmarks.catalogue import LAUNCHED, is_train
 from benchmarks.shapes import load
 from benchmarks.table import render
+from megatron_ncclep.benchmark import PAIR, STEPS, WHOLE, table
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -156,12 +156,12 @@ def test_low_latency_mode_under_torchrun(tmp_path: Path) -> None:
     asked for is no failure.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [*torchrun, "-m", "benchmarks"]
+    program = [*torchrun, "-m", "megatron_ncclep", "bench"]
     done = run(tmp_path, program, "--mode", "ll", "--smoke")
     assert done.status == 0, done.stdout + done.stderr
-    assert done.stdout.count("benchmarks low_latency_smoke: 2 ranks") == 1
+    assert done.stdout.count("ncclep bench low_latency_smoke: 2 ranks") == 1
     result = done.result
-    assert (tmp_path / "bench.txt").read_text() == render(result)
+    assert (tmp_path / "bench.txt").read_text() == table.render(result)
     assert "NO GPU WAS USED" in done.stdout
     assert result["options"]["mode"] == "ll"
     assert (result["shapes"], result["failures"]) == ([], [])
@@ -189,7 +189,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Done:
     shapes = [{"name": f"experts-{n}", "experts": n, **shape} for n in (WRONG, RAISES, 16, HANGS)]
     config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": patient(2)}))
     return run(
-        folder / "out", [str(FOLDER / "broken_bench.py")],
+        folder / "out", [str(FOLDER / "broken_bench.py")], "bench",
         "--config", str(config), "--device", "cpu", "--ranks", "2", "--samples", "1",
         "--subjects", "wrong,wronglater,nccl_ep,failing,reference",
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from contract_cases import contract_cases
 from rank_pool import RankContext, RankPool
 
-from benchmarks.cases import Case, refusal
+from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, EngineEntry
 from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps

@@ -27,8 +27,8 @@ from test_batch_invariance import BATCHES, CASES, watch
 from test_overflow import TOO_MUCH, raised_on_rank
 from timeouts import PatientPool, patient
 
-from benchmarks.cases import Case, refusal
-from benchmarks.shapes import network_rows, tables_of
+from megatron_ncclep.benchmark.cases import Case, refusal
+from megatron_ncclep.benchmark.shapes import network_rows, tables_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.hierarchical import engine as hierarchical

@@ -17,7 +17,7 @@ from rank_pool import RankContext
 from test_batch_invariance import BATCHES, batches
 from test_gpu_grouped_experts import build, in_ddp
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 
 needs_quack = pytest.mark.skipif(
