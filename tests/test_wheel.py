@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep.version import __version__
 
