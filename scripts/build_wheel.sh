@@ -57,7 +57,7 @@ for each in "${pythons[@]}"; do
     # With the installed packages where there are any: environments would take time and a download.
     isolation=()
     ! "$each" -c 'import pybind11, setuptools.modified' 2>/dev/null || isolation=(--no-build-isolation)
-    "$each" -m pip wheel -v --disable-pip-version-check --no-deps "${isolation[@]}" \
+    "$each" -m pip wheel -v --disable-pip-version-check --no-cache-dir --no-deps "${isolation[@]}" \
         --wheel-dir "$work" "$tree"
 done
 wheels=("$work"/*.whl)

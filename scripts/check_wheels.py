@@ -108,7 +108,7 @@ def install_and_run(wheel: Path, python: str) -> None:
         subprocess.run([python, "-m", "venv", home], **run)
         bin_ = Path(home, "bin")
         pip = [bin_ / "pip", "--quiet", "--disable-pip-version-check", "install"]
-        subprocess.run([*pip, wheel, "numpy"], **run)
+        subprocess.run([*pip, f"{wheel}[train]"], **run)  # without Megatron-Core, doctor complains
         subprocess.run([bin_ / "ncclep", "doctor"], **run)
         program = ROOT / "examples" / "dispatch_combine.py"
         subprocess.run([bin_ / "torchrun", "--nproc-per-node", "2", program], **run)
