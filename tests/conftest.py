@@ -25,13 +25,14 @@ from network.option import add_network_option, use_network
 from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
 from processes import LOCAL_RANKS
+from ran import add_ran_option, recorder
 from rank_pool import RankPool
 from small_job import Trainer
 from timeouts import PatientPool
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries import search
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 # What takes longest begins first: a process that got it last would be alone with it.  tests/cluster
@@ -74,6 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --backend nccl: as how many hosts the largest --ranks appear (default: 1)",
     )
     add_network_option(add)
+    add_ran_option(add)
     add(
         "--engine",
         action="append",
@@ -108,6 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--iterations: must be at least 1")
     if lists_only(config):
         return
+    if (plugin := recorder(config)) is not None:
+        config.pluginmanager.register(plugin)
     over, hosts = config.getoption("--backend"), config.getoption("--hosts")
     check_options(chosen_engines(config), chosen_ranks(config), over, hosts)
     if over == "nccl":
@@ -153,11 +157,11 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
             "than one --backend must be nccl"
         )
     if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
-        os.environ[place.ENABLE] = "1"
-        if torch.cuda.device_count() == 0 or not place.may_share_gpu():
+        os.environ[topology.ENABLE] = "1"
+        if torch.cuda.device_count() == 0 or not topology.may_share_gpu():
             raise pytest.UsageError(
                 f"--backend nccl: {ranks[-1]} ranks on {torch.cuda.device_count()} GPU(s) with "
-                f"NCCL {search.find_nccl()}: {place.HOW_TO_SHARE}"
+                f"NCCL {search.find_nccl()}: {topology.HOW_TO_SHARE}"
             )
 
 

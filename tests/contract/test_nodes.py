@@ -36,6 +36,7 @@ from megatron_ncclep.engines.hierarchical.engine import HierarchicalPlan
 from megatron_ncclep.errors import EngineUnavailableError, InputError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import Nodes, nodes_from
+from megatron_ncclep.ranks.resources import Resource
 
 ENGINE = "hierarchical"
 # Ranks of this host that count as several nodes.
@@ -67,7 +68,6 @@ def in_grid(ctx: RankContext, local_ranks: int, function: Callable[..., Any], *a
 def test_the_docstrings_grid() -> None:
     nodes = nodes_from(["a", "a", "a", "b", "b", "b"])
     assert nodes == Nodes(2, 3)
-    assert nodes.ranks_by_rail() == [0, 3, 1, 4, 2, 5]
     assert [nodes.rail_of(rank) for rank in (1, 4)] == [[1, 4], [1, 4]]
     assert nodes.ranks_of(1) == [3, 4, 5]
     assert (nodes.node_of(4), nodes.local_index(4)) == (1, 1)
@@ -199,7 +199,7 @@ def test_what_fails_inside_a_node_is_told_before_an_optimizer_steps(ctx: RankCon
         group = EpGroup.of(ctx.group)
         group.check()
         failed = {"check.side_effect": PeerError("rank 1 did not come in dispatch")}
-        engine._grid.local.share("planted", lambda: mock.Mock(("check", "close"), **failed))
+        engine._grid.local.resources.share("planted", lambda: mock.Mock(Resource, **failed))
         with pytest.raises(PeerError, match="rank 1 did not come in dispatch"):
             group.check()
 

@@ -50,11 +50,11 @@ def fail(ctx: RankContext) -> None:
 
 def give_up(ctx: RankContext) -> None:
     if ctx.rank == 0:
-        EpGroup.of(ctx.group).exchange(b"?", "a call that rank 1 does not make", 1e-3)
+        EpGroup.of(ctx.group).hosts.exchange(b"?", "a call that rank 1 does not make", 1e-3)
 
 
 def meet(ctx: RankContext) -> bytes:
-    return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
+    return EpGroup.of(ctx.group).hosts.exchange(bytes([ctx.rank]), "a call", 60.0)
 
 
 def listening(process: int) -> set[str]:

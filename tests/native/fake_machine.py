@@ -76,7 +76,11 @@ class Machine:
         self.made.append(group.rank)
         if isinstance(self.lsa_size, LibraryError):
             raise self.lsa_size
-        return SimpleNamespace(lsa_size=self.lsa_size, network_problem=lambda: self.network_problem)
+        return SimpleNamespace(
+            lsa_size=self.lsa_size,
+            num_domains=group.size // self.lsa_size,
+            network_problem=lambda: self.network_problem,
+        )
 
 
 @pytest.fixture

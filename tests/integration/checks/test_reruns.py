@@ -409,7 +409,7 @@ def test_loads(ctx: RankContext) -> None:
     assert (load, most) == (1000, int(1000 * gib * 2**30 / (balanced * 4 * HIDDEN * 4)))
     engines = state.engines[0]
     plan = SimpleNamespace(num_tokens=SEQUENCE * BATCH, top_k=2, counts=torch.tensor([4, 4, 30]))
-    engines.note_load(plan, torch.zeros(1, HIDDEN))
+    engines.record_load(plan, torch.zeros(1, HIDDEN))
     assert state.take_loads() == (math.ceil(1000 * 34 / balanced), most)
     assert state.take_loads() == (0, most)
     for each in state.engines:
