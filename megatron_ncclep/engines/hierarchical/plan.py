@@ -36,10 +36,6 @@ class HierarchicalPlan(RoutePlan):
     tokens_sent: list[int]
     tokens_received: list[int]
 
-    def nbytes(self) -> int:
-        """See `RoutePlan.nbytes`; `counts` are the inner plan's."""
-        return super().nbytes() - self.counts.nbytes + self.inside.nbytes()
-
     def tokens_per_expert_on_host(self) -> torch.Tensor:
         """See `RoutePlan.tokens_per_expert_on_host`."""
         return self.inside.tokens_per_expert_on_host()
