@@ -314,6 +314,7 @@ def described() -> str:
     """The machine and its software, as in `python -m benchmarks`."""
     import torch
 
+    sys.path.insert(0, str(ROOT))  # a checkout's, not installed
     from benchmarks.machine import machine, versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
