@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -122,13 +123,18 @@ class BuildExtension(build_ext):
         if include is not None:
             options += ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
         library, extension = self.extensions
+        forced = self.force
         if self.is_built(library, extension, f"CUDA {dotted} for {names} with NCCL {nccl}"):
             return
         # The largest first: they take longest, and if they came last a core would be idle.
         kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
-        print(f"compiling with CUDA {dotted}, which takes a minute or more", flush=True)
+        # Kernels know nothing of Python: wheels for several Pythons share their objects.
+        name = re.sub(r"[^\w.]+", "-", f"kernels {self.plat_name} {dotted} {names} {nccl}")
+        folder = Path(self.build_temp).parent / name.strip("-")
+        print(f"compiling {len(kernels)} files with CUDA {dotted}", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(partial(self.compile_kernels, home, options), kernels))
+            make = partial(self.compile_kernels, home, options, folder, forced)
+            objects = list(pool.map(make, kernels))
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
@@ -163,18 +169,20 @@ class BuildExtension(build_ext):
             print(f"{files[1]} is newer than its sources")
         return not self.force
 
-    def compile_kernels(self, home, options, source):
+    def compile_kernels(self, home, options, folder, forced, source):
         """Compile one .cu file to an object file, if it is older than the sources."""
-        folder = Path(self.build_temp) / source.relative_to(ROOT).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"{source.stem}.cu.o"
+        target = folder / source.relative_to(SOURCES).with_suffix(".cu.o")
         newest = max(path.stat().st_mtime for path in [source, *SOURCES.rglob("*.*h")])
-        if not target.exists() or target.stat().st_mtime < newest or self.force:
-            command = [home / "bin" / "nvcc", "-c", source, "-o", target, "-I", SOURCES]
+        if forced or not target.exists() or target.stat().st_mtime < newest:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = target.with_suffix(".part.o")  # an interrupted one must not look finished
+            command = [home / "bin" / "nvcc", "-c", source, "-o", unfinished, "-I", SOURCES]
             command += ["-O3", "-std=c++17", "--compiler-options", "-fPIC,-fvisibility=hidden"]
             command += options
-            print(" ".join(map(str, command)), flush=True)
+            begin = time.monotonic()
             subprocess.run(command, check=True)
+            unfinished.replace(target)
+            print(f"{source.relative_to(ROOT)}: {time.monotonic() - begin:.0f} s", flush=True)
         return str(target)
 
 
@@ -212,6 +220,7 @@ def extensions():
 setup(
     packages=[
         "megatron_ncclep",
+        "megatron_ncclep.benchmark",
         "megatron_ncclep.cli",
         "megatron_ncclep.cpu",
         "megatron_ncclep.doctor",

@@ -14,9 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import HIGH_THROUGHPUT, network_model, plot, result
-from benchmarks.command import add_arguments, measure
+from benchmarks import network_model, plot, result, shapes, table
+from benchmarks.catalogue import MAX_RECV_ROWS
+from benchmarks.job import Job
+from megatron_ncclep.benchmark import HIGH_THROUGHPUT
+from megatron_ncclep.benchmark.command import add_common_arguments, measure
 from megatron_ncclep.cli import Parser
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.errors import EpError, InputError
 
@@ -28,7 +32,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_arguments(parser)
+    add_common_arguments(
+        parser,
+        f"{', '.join(shapes.names())}, or a path that ends in .yaml (default: models; training if "
+        "all subjects train; low_latency)",
+        "separated by commas, such as native@24,nccl_ep_library,alltoall (default: all but layers, "
+        "experts and those that train; an unknown name lists them); NAME@N: kernels of an engine "
+        "or a library on N SMs; experts:megatron, experts:grouped: experts alone; "
+        "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
+        "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
+        ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
+        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
+        "and :optimizer_graph (Megatron-Core's)",
+    )
+    parser.add_argument(
+        "--max-recv-rows",
+        type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["kind"].parse,
+        help="received rows of layers and trainings with a fixed number of them, in the form of "
+        f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
+    )
     parser.add_argument(
         "--model-network", nargs="?", const="", metavar="NAME=VALUE,...",
         help="measure nothing: print the bytes that cross the network between 2 to 64 nodes, "
@@ -58,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
         print(network_model.render(network_model.NetworkModel.parse(args.model_network)))
         return 0
-    status = measure(args)
+    status = measure(args, Job, NAME, table.render)
     if os.environ.get("RANK", "0") == "0":
         drawn = Path(args.out, "bench.png")
         try:

@@ -33,9 +33,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import WITH_EXPERTS
-from benchmarks.engines import split_name
 from benchmarks.shapes import TrainingShape
+from megatron_ncclep.benchmark import WITH_EXPERTS
+from megatron_ncclep.benchmark.engines import split_name
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import EngineUnavailableError, InputError, UnsupportedError
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import Setting, Subject, UnavailableError, excused
 from benchmarks.catalogue import DEEPEP, FUSED
-from benchmarks.engines import results_problem, split_name
 from benchmarks.library import places, put
-from benchmarks.shapes import Workload
+from megatron_ncclep.benchmark import Setting, Subject, UnavailableError, excused
+from megatron_ncclep.benchmark.engines import results_problem, split_name
+from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.engines.nccl_ep.engine import CAPS
 from megatron_ncclep.libraries.nccl_ep import environment
 

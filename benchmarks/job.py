@@ -1,14 +1,13 @@
-"""One benchmark as plain data, the same on every rank: subjects, shapes, and how to time."""
+"""A job with everything that can be measured, and what makes its subjects."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
-from benchmarks import HIGH_THROUGHPUT, LOW_LATENCY, Setting, Subject, deepep, shapes
+from benchmarks import deepep, shapes
 from benchmarks.catalogue import (
     LIBRARIES,
     LIBRARY,
@@ -20,25 +19,21 @@ from benchmarks.catalogue import (
     unavailable_reason,
     variant_of,
 )
-from benchmarks.checked import Checked, at_least
-from benchmarks.engines import EngineSubject
 from benchmarks.layer_model import import_on_cpu
 from benchmarks.layers import DispatcherSubject, ExpertsSubject, LayerSubject
 from benchmarks.library import LibraryLowLatencySubject, LibrarySubject
-from benchmarks.low_latency import LowLatencySubject
-from benchmarks.ranks import Ranks
-from benchmarks.result import Measured, ShapeResult, TrainingResult
-from benchmarks.shape_run import ShapeRun
-from benchmarks.shapes import Shape, TrainingShape, Workload
+from benchmarks.result import TrainingResult
+from benchmarks.shapes import TrainingShape
 from benchmarks.training import TrainingRun
+from megatron_ncclep.benchmark import HIGH_THROUGHPUT, LOW_LATENCY, Setting, Subject, job
+from megatron_ncclep.benchmark.engines import EngineSubject
+from megatron_ncclep.benchmark.low_latency import LowLatencySubject
+from megatron_ncclep.benchmark.ranks import Ranks
+from megatron_ncclep.benchmark.result import Measured
+from megatron_ncclep.benchmark.shapes import Shape, Workload
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.errors import InputError
 
-# Rounds, unless the file or the command line says so.
-WARMUP = {"cuda": 5, "cpu": 1}
-SAMPLES = {"cuda": 30, "cpu": 3}
-LOW_LATENCY_CONFIGS = {False: "low_latency", True: "low_latency_smoke"}  # by --smoke
 # Mode -> kind of a subject -> what makes it; layers also have an option.
 SUBJECTS: dict[str, dict[str, Callable[[str, Setting, Workload], Subject]]] = {
     HIGH_THROUGHPUT: {
@@ -65,57 +60,58 @@ def make_subject(
 
 
 @dataclass(frozen=True)
-class Job(Checked):
-    """The whole task of `python -m benchmarks`: its file, overridden by the command line."""
+class Job(job.Job):
+    """The whole task of `python -m benchmarks`; its methods are described in the base class."""
 
-    config: str  # name or path of the file with the shapes
-    shapes: tuple[Shape, ...]
-    ranks: int
-    device: str  # "cpu" or "cuda"
-    subjects: tuple[str, ...]  # in the order in which they are shown
-    required: tuple[str, ...]  # named on the command line: it is an error if one cannot run
-    warmup: int = at_least(0)  # untimed rounds
-    samples: int = at_least(1)  # timed rounds
-    timeout_s: float = 60.0  # that a rank waits for the others
-    out: str = ""  # folder for the results
-    mode: str = HIGH_THROUGHPUT  # or LOW_LATENCY
     trainings: tuple[TrainingShape, ...] = ()  # for subjects that train; empty if there are none
     max_recv_rows: int | str | None = None  # of layers and trainings that are static
 
     @classmethod
-    def make(cls, args: argparse.Namespace, ranks: int, device: str) -> Job:
-        """Override the file's values with those of the command line, and check the result.
+    def load(cls, config: str) -> shapes.Measurement:
+        """See the base class."""
+        return shapes.load(config)
 
-        Raises:
-            InputError: something is wrong or would be ignored.
-        """
-        named = tuple(args.subjects or ())
-        file = shapes.load(config := args.config or _usual_config(args))
-        names = named or (args.mode != LOW_LATENCY and file.subjects)
-        names = names or _default_names(args.mode, device)
-        for name in names:
-            check_name(name)
-        if args.mode == LOW_LATENCY:
-            _check_low_latency(names, device, file.shapes)
-        if len(set(names)) != len(names):
-            raise InputError(f"a subject is named twice: {', '.join(names)}")
-        rounds: dict[str, Any] = {"warmup": WARMUP[device], "samples": SAMPLES[device]}
-        for source, name in product((file, args), ("warmup", "samples")):
-            if (value := getattr(source, name)) is not None:
-                rounds[name] = value
-        job = cls(
-            config=config, ranks=ranks, device=device, subjects=names, required=named,
-            out=args.out, timeout_s=file.timeout_s, mode=args.mode, **rounds,
-            shapes=() if all(map(is_train, names)) else file.shapes,
-            trainings=file.trainings if any(map(is_train, names)) else (),
-            max_recv_rows=_max_recv_rows(args.max_recv_rows, names),
-        )  # fmt: skip
-        job._check()
-        return job
+    @classmethod
+    def usual_config(cls, args: argparse.Namespace) -> str:
+        """See the base class."""
+        trains = bool(args.subjects) and all(map(is_train, args.subjects))
+        usual = super().usual_config(args)
+        return "training" if trains and usual == "models" else usual
+
+    @classmethod
+    def default_names(cls, mode: str, device: str) -> tuple[str, ...]:
+        """See the base class."""
+        if mode != LOW_LATENCY:
+            return tuple(default_names())
+        return (*super().default_names(mode, device), *([LIBRARY] if device == "cuda" else []))
+
+    @classmethod
+    def check_name(cls, name: str) -> None:
+        """See the base class."""
+        check_name(name)
+
+    @classmethod
+    def low_latency_names(cls, device: str) -> list[str]:
+        """See the base class."""
+        libraries = [name for name, (_, modes) in LIBRARIES.items() if not modes]
+        return [*super().low_latency_names(device), *libraries]
+
+    @classmethod
+    def more(cls, args: argparse.Namespace, file: Any, names: Sequence[str]) -> dict[str, Any]:
+        """See the base class."""
+        return {
+            "shapes": file.shapes if not all(map(is_train, names)) else (),
+            "trainings": file.trainings if any(map(is_train, names)) else (),
+            "max_recv_rows": _max_recv_rows(args.max_recv_rows, names),
+        }
+
+    def kind_of(self, name: str) -> str:
+        """See the base class."""
+        return kind_of(name)
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The subjects that are measured with each shape: those that do not train."""
+        """The subjects that do not train."""
         return tuple(name for name in self.subjects if not is_train(name))
 
     @property
@@ -123,23 +119,15 @@ class Job(Checked):
         """The subjects that train."""
         return tuple(filter(is_train, self.subjects))
 
-    def _check(self) -> None:
-        """Refuse subjects for which the file has nothing, ranks that do not fit the shapes, and
-        what subjects would ignore.
-        """
+    def check(self) -> None:
+        """Refuse subjects for which the file has nothing, and ranks that do not fit the shapes."""
         if self.measured and not self.shapes:
             wrong = f"{self.measured[0]} does not train, and {self.config} has trainings only"
             raise InputError(f"{wrong}: give another --config")
         if self.trained and not self.trainings:
             wrong = f"{self.trained[0]} trains, and {self.config} has no trainings"
             raise InputError(f"{wrong}: give --config training")
-        for shape in self.shapes:
-            shape.check_ranks(self.ranks)
-            others = [name for name in self.measured if kind_of(name) != "engine"]
-            if shape.max_recv_rows is not None and (others or self.mode == LOW_LATENCY):
-                what = f"--mode {LOW_LATENCY}" if self.mode == LOW_LATENCY else others[0]
-                given = f"{self.config}: {shape}: max_recv_rows {shape.max_recv_rows}"
-                raise InputError(f"{given}: {what} would ignore it: leave it out")
+        super().check()
         for training in self.trainings:
             training.settings(self.ranks)
         for name in self.required:
@@ -150,77 +138,39 @@ class Job(Checked):
                     raise InputError(f"{name}: {reason}")
 
     def batches(self) -> list[list[Any]]:
-        """What is measured in order; the items of a batch share their processes.
-
-        Each training has its own: no earlier model stays in memory.
-        """
+        """See the base class: no earlier model stays in memory."""
         return [list(self.shapes), *([training] for training in self.trainings)]
 
     def prepare(self) -> None:
-        """Called once in each process, before it makes a process group."""
+        """See the base class."""
         needs_megatron = not {"engine", "library", "deepep"}.issuperset(map(kind_of, self.subjects))
         if self.device == "cpu" and needs_megatron:
             import_on_cpu()
 
     def make_subject(self, name: str, setting: Setting, workload: Workload) -> Subject:
-        """Prepare the subject called `name`; see the function.  Collective."""
+        """See the base class."""
         return make_subject(name, setting, workload, self.mode, self.max_recv_rows)
 
     def result_of(self, shape: Shape | TrainingShape, error: str | None = None) -> Measured:
-        """A result without measurements, because of `error`."""
-        kind = ShapeResult if isinstance(shape, Shape) else TrainingResult
-        found: Measured = kind.of(shape, error)
+        """See the base class."""
+        if isinstance(shape, Shape):
+            return super().result_of(shape, error)
+        found: Measured = TrainingResult.of(shape, error)
         return found
 
     def measure(self, ranks: Ranks, shape: Shape | TrainingShape) -> Measured:
-        """Measure one item of `batches`.  Collective."""
+        """See the base class."""
         if isinstance(shape, Shape):
-            return ShapeRun(ranks, self, shape).run()
+            return super().measure(ranks, shape)
         return TrainingRun(ranks, self, shape).run()
 
+    def lists(self) -> tuple[str, ...]:
+        """See the base class."""
+        return (*super().lists(), "trainings")
+
     def list_of(self, found: Measured) -> str:
-        """The list of bench.json that holds `found`."""
-        if isinstance(found, TrainingResult):
-            return "trainings"
-        return "low_latency" if self.mode == LOW_LATENCY else "shapes"
-
-
-def _usual_config(args: argparse.Namespace) -> str:
-    """The name of the file that is read without --config."""
-    if args.mode == LOW_LATENCY:
-        return LOW_LATENCY_CONFIGS[args.smoke]
-    if args.smoke:
-        return "smoke"
-    return "training" if args.subjects and all(map(is_train, args.subjects)) else "models"
-
-
-def _low_latency_engines(device: str) -> list[str]:
-    """The engines with low-latency mode; on "cuda" those that a CUDA graph can capture."""
-    caps = {name: entry.caps for name, entry in ENGINES.items() if entry.caps.low_latency_tokens}
-    return [name for name, c in caps.items() if device != "cuda" or c.captures_static]
-
-
-def _default_names(mode: str, device: str) -> tuple[str, ...]:
-    """The subjects that are measured by default, in the order of the table."""
-    if mode != LOW_LATENCY:
-        return tuple(default_names())
-    return (*_low_latency_engines(device), *([LIBRARY] if device == "cuda" else []))
-
-
-def _check_low_latency(names: Sequence[str], device: str, found: tuple[Shape, ...]) -> None:
-    """Refuse subjects without low-latency mode, and settings that the mode would ignore."""
-    libraries = [name for name, (_, modes) in LIBRARIES.items() if not modes]
-    known = [*_low_latency_engines(device), *libraries]
-    for name in names:
-        if name.partition("@")[0] not in known:
-            those = "subjects that have it, on GPUs those that CUDA graphs can hold"
-            raise InputError(
-                f"subject {name!r}: --mode {LOW_LATENCY} measures {those}: {', '.join(known)}"
-            )
-    for shape in found:
-        if shape.alignment != 1:
-            why = "low-latency mode has no expert blocks to pad: leave it out"
-            raise InputError(f"{shape}: alignment {shape.alignment}: {why}")
+        """See the base class."""
+        return "trainings" if isinstance(found, TrainingResult) else super().list_of(found)
 
 
 def _max_recv_rows(given: int | str | None, names: Sequence[str]) -> int | str | None:

@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks import Setting, UnavailableError, catalogue
+from benchmarks import catalogue
 from benchmarks.catalogue import DispatcherChoice
-from benchmarks.engines import deviation
-from benchmarks.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep import cpu
+from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark.engines import deviation
+from megatron_ncclep.benchmark.shapes import GRAD_OUT, WEIGHTS, Workload, X
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.logs import remarks_hidden
 

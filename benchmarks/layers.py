@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import BOTH, WHOLE, Setting, Subject, UnavailableError, catalogue, excused
+from benchmarks import catalogue
 from benchmarks import layer_model as model
-from benchmarks.engines import deviation
-from benchmarks.ranks import Clock, Timer
-from benchmarks.shapes import Workload
+from megatron_ncclep.benchmark import BOTH, WHOLE, Setting, Subject, UnavailableError, excused
+from megatron_ncclep.benchmark.engines import deviation
+from megatron_ncclep.benchmark.ranks import Clock, Timer
+from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.errors import UnsupportedError
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import Setting, Subject, UnavailableError, excused, shapes
 from benchmarks.catalogue import LIBRARIES
-from benchmarks.engines import (
+from megatron_ncclep.benchmark import Setting, Subject, UnavailableError, excused, shapes
+from megatron_ncclep.benchmark.engines import (
     BITS,
     DEFAULT_SMS,
     check_limits,
@@ -21,9 +21,9 @@ from benchmarks.engines import (
     results_problem,
     split_name,
 )
-from benchmarks.low_latency import LowLatencySubject
-from benchmarks.shapes import Workload, X
-from benchmarks.table_oracle import table_dispatch
+from megatron_ncclep.benchmark.low_latency import LowLatencySubject
+from megatron_ncclep.benchmark.shapes import Workload, X
+from megatron_ncclep.benchmark.table_oracle import table_dispatch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import choose_engine
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows

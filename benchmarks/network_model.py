@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.grids import as_text, grid
+from megatron_ncclep.benchmark.table import as_text, grid
 from megatron_ncclep.cli import config_files
 from megatron_ncclep.engines.native.group import tokens_of_windows
 from megatron_ncclep.engines.native.plan import HEADROOM

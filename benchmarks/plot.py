@@ -18,10 +18,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks import BOTH, PAIR, STEPS, WHOLE, metrics_plot, table
+from benchmarks import metrics_plot, table
 from benchmarks import result as results
-from benchmarks.grids import same_sizes, sizes
 from benchmarks.result import KINDS, LISTS
+from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark.table import same_sizes, sizes
 from megatron_ncclep.cli import Parser
 from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.errors import InputError

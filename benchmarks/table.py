@@ -6,24 +6,20 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import STEPS, WHOLE, WITH_EXPERTS
 from benchmarks.catalogue import LAUNCHED, LIBRARIES, MEGATRONS_EXPERTS, known_variant
-from benchmarks.grids import (
+from benchmarks.result import KINDS, LISTS
+from megatron_ncclep.benchmark import STEPS, WHOLE, WITH_EXPERTS, table
+from megatron_ncclep.benchmark.result import PEAK_TFLOPS
+from megatron_ncclep.benchmark.table import (
     Columns,
     Measured,
     Part,
-    has_ratios,
     held,
-    low_latency_part,
-    page,
     passes_grid,
     problems,
-    same_sizes,
-    shape_part,
     spread,
     subjects_grid,
 )
-from benchmarks.result import KINDS, LISTS, PEAK_TFLOPS
 
 # Shown names that differ from those on the command line.
 SHORT = {"nccl-extensions": "ext", "transformer-engine": "TE", "fixed_order": "fixed"}
@@ -42,13 +38,13 @@ def title(subject: str) -> str:
 def render(result: dict[str, Any]) -> str:
     """Turn a whole result (see result.py) into text."""
     result = _with_titles(result)
-    ratios, rows = has_ratios(result), result["options"]["max_recv_rows"]
+    ratios, rows = table.has_ratios(result), result["options"]["max_recv_rows"]
     blocks = [
         *(_shape(shape, rows, ratios) for shape in result["shapes"]),
         *(_training(training, ratios) for training in result["trainings"]),
-        *map(low_latency_part, same_sizes(result["low_latency"])),
+        *map(table.low_latency_part, table.same_sizes(result["low_latency"])),
     ]
-    return page(result, blocks, _notes(result))
+    return table.page("benchmarks", result, blocks, _notes(result))
 
 
 def _with_titles(result: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +93,7 @@ def _shape(result: Measured, max_recv_rows: Any, with_ratios: bool) -> list[Part
             ),
         ]  # fmt: skip
 
-    return shape_part(result, with_ratios, tables)
+    return table.shape_part(result, with_ratios, tables)
 
 
 def _of(
@@ -191,21 +187,9 @@ def _notes(result: dict[str, Any]) -> list[tuple[Any, str]]:
     trainings = result["trainings"]
     of_shapes = [subject for shape in result["shapes"] for subject in shape["subjects"]]
     profiled = any(subject["kinds_us"] for each in trainings for subject in each["subjects"])
+    *common, last = table.notes(result)
     return [
-        (result["shapes"],
-         "Times are microseconds: the slowest rank's median, and below it the 10th to the 90th "
-         "percentile; sum adds medians. bwd_dispatch is the backward of combine. GB/s is the "
-         "busiest rank's rows, each once for every other rank that needs it, over the time, and "
-         "percent of the ceiling; limit is their time at it; logical also counts rows for the "
-         "rank's own experts. GB held is the most device memory of a rank: torch's peak in one "
-         "round, plus memory outside of torch."),
-        (result["low_latency"],
-         "Low-latency mode: microseconds of one operation, the slowest rank's of each, over all "
-         "operations of all samples; on GPUs in replays of a CUDA graph that alternates dispatch "
-         "and combine. MB window is memory on each rank that the others write to."),
-        (any(not found["on_gpu"] and not found["error"] for found in result["low_latency"]),
-         "NO GPU WAS USED: the times of low-latency mode are those of hosts and of gloo, and say "
-         "nothing about its kernels."),
+        *common,
         (any(subject["kind"] == "library" and subject["passes"] for subject in of_shapes),
          "\"of lib.\" divides the sum by that of the fastest row of NVIDIA's library."),
         (any(subject["kind"] == "deepep" and subject["passes"] for subject in of_shapes),
@@ -234,5 +218,5 @@ def _notes(result: dict[str, Any]) -> list[tuple[Any, str]]:
         (any(s["kind"] == "library" for each in result["low_latency"] for s in each["subjects"]),
          "NVIDIA's library updates its handle with new routes before its dispatch in low-latency "
          "mode, and both count."),
-        (True, 'docs/performance.md says more under "How it was measured".'),
+        last,
     ]  # fmt: skip

@@ -30,10 +30,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks import catalogue, excused
+from benchmarks import catalogue
 from benchmarks.catalogue import CONTROL, Variant, known_variant
 from benchmarks.layer_model import initialize
-from benchmarks.ranks import DeviceMemory, Ranks
 from benchmarks.result import KINDS, TrainingResult, TrainResult
 from benchmarks.shapes import TrainingShape
 from benchmarks.training_model import (
@@ -43,6 +42,8 @@ from benchmarks.training_model import (
     Text,
     load_text,
 )
+from megatron_ncclep.benchmark import excused
+from megatron_ncclep.benchmark.ranks import DeviceMemory, Ranks
 
 if TYPE_CHECKING:
     from benchmarks.job import Job

@@ -16,10 +16,10 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks import Setting, UnavailableError
 from benchmarks.catalogue import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
 from benchmarks.layer_model import close_dispatcher
-from benchmarks.ranks import Ranks
+from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.training import corpus, data
 from megatron_ncclep.training.data import Batch
@@ -34,7 +34,7 @@ VOCABULARY_MULTIPLE = 128
 EAGER_STEPS = 2
 PARTS = ("attn", "moe_router", "moe_preprocess")  # that `partial_graphs` captures
 # Owners of the function that adds the output layer's weight gradients.
-APEX, STAND_IN = "Apex", "python -m benchmarks"
+APEX, STAND_IN = "Apex", "ncclep bench"
 
 
 @dataclass(frozen=True)

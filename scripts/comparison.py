@@ -9,8 +9,8 @@ from typing import Any
 import figures
 from results import RESULTS, Subjects, measured_on, read, step_tflops, subjects, table
 
-from benchmarks import STEPS
-from benchmarks.result import PEAK_TFLOPS
+from megatron_ncclep.benchmark import STEPS
+from megatron_ncclep.benchmark.result import PEAK_TFLOPS
 
 DATE, GPU = "2026-11-27", "H100"
 SHAPES = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")

@@ -1,6 +1,6 @@
-"""One rank of a benchmark over the test network; writes what its links have carried to a file.
+"""One rank of `ncclep` over the test network; writes what its links have carried to a file.
 
-    python scripts/counted_rank.py FOLDER [OPTIONS]
+    python scripts/counted_rank.py FOLDER bench ...
 
 `scripts/over_network.py` starts it; FOLDER gets `counters-RANK.json`.
 """
@@ -14,9 +14,7 @@ from pathlib import Path
 
 from loop import counters
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout's, not installed
-
-from benchmarks.__main__ import main
+from megatron_ncclep.cli import main
 
 if __name__ == "__main__":
     folder, *arguments = sys.argv[1:]

@@ -5,9 +5,10 @@
 A part takes at most ten minutes on one GPU, which the ranks share.  With several GPUs, equally many
 steps run at the same time, each on its own GPU; `--gpus-per-step 2` gives each step two, and
 `--at-once 3` runs three steps on each GPU: a step mostly waits for its hosts, if there are cores
-for them.  55 ranks on 64 cores took 1.7 times as long as 12.  Each step is one command with its own
-log; `summary.txt` lists every step, with date, machine and versions, and can
-be committed unchanged.  A step that runs again in the same folder replaces its line.
+for them.  55 ranks on 64 cores took 1.7 times as long as 12; a rank over the test network keeps
+three cores busy, so run the part `network` by itself.  Each step is one command with its own log;
+`summary.txt` lists every step, with date, machine and versions, and can be committed unchanged.  A
+step that runs again in the same folder replaces its line.
 """
 
 from __future__ import annotations
@@ -311,11 +312,10 @@ def visible_gpus() -> list[str]:
 
 @cache
 def described() -> str:
-    """The machine and its software, as in `python -m benchmarks`."""
+    """The machine and its software, as in `ncclep bench`."""
     import torch
 
-    sys.path.insert(0, str(ROOT))  # a checkout's, not installed
-    from benchmarks.machine import machine, versions
+    from megatron_ncclep.doctor.machine import machine, versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = machine(device, 1) | versions(device)

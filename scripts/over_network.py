@@ -3,8 +3,7 @@
     python scripts/over_network.py [PART ...] [--out FOLDER] [--list]
 
 Each case starts its ranks (`scripts/host_ranks.py`) with links of a rate and a latency
-(`tests/network/link.h`), and `python -m benchmarks` checks and times them; the slowest rank counts.
-Parts:
+(`tests/network/link.h`), and `ncclep bench` checks and times them; the slowest rank counts.  Parts:
 
     ht            dispatch and combine of `native`, exact and static mode, and their backward passes
     hierarchical  the same of `hierarchical`, exact mode, on the same links
@@ -36,19 +35,19 @@ import gpu  # noqa: E402
 import loop  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
 
-from benchmarks.grids import as_text, grid  # noqa: E402
 from benchmarks.network_model import NetworkModel, Puts  # noqa: E402
-from benchmarks.ranks import quantiles  # noqa: E402
+from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
+from megatron_ncclep.benchmark.table import as_text, grid  # noqa: E402
 
 # The aims: times against bytes / rate, and what an operation of few tokens may take besides.
 HT_AIM, HT_TOKENS, LL_AIM_US, HIERARCHICAL_AIM = 1.15, 4096, 25.0, 1.3
 LATENCY_US = 3.0
 PASSES = ("dispatch", "combine", "bwd_dispatch", "bwd_combine")
-# Rounds of `python -m benchmarks` besides the timed ones: one to begin with, two that are checked.
+# Rounds of `ncclep bench` besides the timed ones: one to begin with, two that are checked.
 UNTIMED_ROUNDS = 3
 DIFFERENT = 0.02  # counted bytes may differ so much from those of the model, which is a mean
 SHORTEST_S = 30.0  # ranks need this long to begin
-Shape = dict[str, Any]  # an entry of `shapes` in a file of benchmarks/configs/
+Shape = dict[str, Any]  # an entry of `shapes` in a file of configs/benchmark/
 
 
 def shape(model: str, tokens: int, top_k: int = 0) -> Shape:
@@ -78,7 +77,7 @@ class Case:
         grid: the ranks.
         gb_per_s: of each rank's link, in each direction.
         shapes: what is measured one after the other.
-        engine: a subject of `python -m benchmarks`.
+        engine: a subject of `ncclep bench`.
         samples: timed rounds.
     """
 
@@ -108,7 +107,7 @@ class Case:
         rank = [sys.executable, str(ROOT / "scripts" / "counted_rank.py"), str(folder)]
         mode = ["--mode", "ll"] if self.part == "ll" else []
         rounds = ["--warmup", "3", "--samples", str(self.samples)]
-        bench = ["--config", str(config), "--subjects", self.engine, "--overwrite"]
+        bench = ["bench", "--config", str(config), "--subjects", self.engine, "--overwrite"]
         return [*rank, *bench, *mode, *rounds, "--out", str(folder)]
 
 

@@ -25,8 +25,8 @@ import comparison  # noqa: E402
 import figures  # noqa: E402
 from results import RESULTS, measured_on, read, step_tflops, table  # noqa: E402
 
-from benchmarks.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep import envs  # noqa: E402
+from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
 
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"

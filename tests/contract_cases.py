@@ -11,11 +11,11 @@ import os
 
 import torch
 from oracle import oracle_rows_limit
-from patience import patient
 from processes import LOCAL_RANKS
+from timeouts import patient
 
-from benchmarks.cases import Case, ignored_options, refusal
 from megatron_ncclep import envs
+from megatron_ncclep.benchmark.cases import Case, ignored_options, refusal
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.engine import EngineCaps

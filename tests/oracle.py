@@ -1,7 +1,7 @@
 """The oracle: one process sees all ranks and moves one row at a time.
 
 It shares no code with any engine.  Its purpose is to be read against docs/contract.md; faster ones
-(benchmarks/table_oracle.py, with which `python -m benchmarks` checks full sizes on the
+(megatron_ncclep/benchmark/table_oracle.py, with which `ncclep bench` checks full sizes on the
 device, and the emulator's routing in C++) are compared with it, or with engines that are.
 """
 

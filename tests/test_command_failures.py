@@ -17,7 +17,7 @@ import pytest
 import torch
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep import cli, envs
 from megatron_ncclep.engines import AUTO, ENGINES

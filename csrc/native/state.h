@@ -194,6 +194,12 @@ struct Mailbox {
   volatile std::uint32_t failed_phase;
 };
 
+// Places of one of NCCL's queues, counted from its beginning.
+struct QueuePlaces {
+  unsigned long long given;  // to puts
+  std::uint64_t room;        // up to here there was room
+};
+
 // In device memory of one rank; zero at the start.
 struct State {
   std::uint64_t epoch;       // operations that are over
@@ -209,9 +215,9 @@ struct State {
   unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
   unsigned int is_bad;           // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
-  unsigned int staged[kPhases];  // CTAs that have staged their part of each phase, in one domain
-  unsigned int put_phases;       // phases of the current dispatch that were put to rail peers
-  unsigned int queue_in_use[kMaxDomains];  // NCCL's queues: one thread at a time puts into each
+  unsigned int staged[kPhases];     // CTAs that have staged their part of each phase, in one domain
+  unsigned int put_phases;          // phases of the current dispatch that were put to rail peers
+  QueuePlaces queues[kMaxDomains];  // NCCL's, in which puts wait for the network
 };
 
 // One window of each rank of this NVLink domain.

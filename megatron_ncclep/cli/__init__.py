@@ -21,6 +21,7 @@ COMMANDS = {
         "megatron_ncclep.cli.render",
         "print the command that three configuration files compose",
     ),
+    "bench": ("megatron_ncclep.benchmark.command", "measure engines on this machine"),
     "doctor": ("megatron_ncclep.doctor", "check which engines can run here, and why others cannot"),
     "env": ("megatron_ncclep.cli.env", "list the environment variables and their values"),
 }

@@ -1,10 +1,11 @@
 """The files under configs/: found by kind and name, read and checked.
 
-A run takes one file of each kind, which `ncclep render` composes:
+A run takes one file of each of the first three kinds, which `ncclep render` composes:
 
     model       sizes and training: Megatron-LM arguments
     dispatcher  which token dispatcher moves the tokens: Megatron-LM arguments
     cluster     how processes are started: see megatron_ncclep/cli/render.py
+    benchmark   what `ncclep bench` measures: see megatron_ncclep/benchmark/shapes.py
 
 A model or dispatcher file is a flat mapping of Megatron-LM argument names without the leading
 dashes: `num-layers: 4`, a boolean for a flag, a list for an argument that takes several values.
@@ -13,8 +14,10 @@ With `base: NAME` it holds only its differences from that shipped file.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,22 @@ import yaml
 
 from megatron_ncclep.errors import InputError
 
-KINDS = ("model", "dispatcher", "cluster")
+KINDS = ("model", "dispatcher", "cluster")  # of a run
+BENCHMARK = "benchmark"
 FLAT_KINDS = ("model", "dispatcher")
 BASE = "base"
 # Names that a shell takes as they are: they become words of a command.
 ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# The types that a field may have, by its annotation.
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "dict[str, Any]": (dict,),
+    "None": (type(None),),
+}  # fmt: skip
 
 
 def folder() -> Path:
-    """The folder that holds `model/`, `dispatcher/` and `cluster/`.
+    """The folder that holds `model/`, `dispatcher/`, `cluster/` and `benchmark/`.
 
     An installed package has it as `megatron_ncclep/configs`.  In a checkout, including an editable
     installation, that folder does not exist, and `configs/` is next to the package.  The installed
@@ -47,54 +56,40 @@ def names(kind: str) -> list[str]:
     """The names of the shipped files of `kind`, sorted.
 
     Raises:
-        InputError: `kind` is not one of `KINDS`.
+        InputError: `kind` is not one of `KINDS` or `BENCHMARK`.
     """
-    if kind not in KINDS:
-        raise InputError(f"configuration kind {kind!r}: must be one of {', '.join(KINDS)}")
+    if kind not in (*KINDS, BENCHMARK):
+        known = ", ".join((*KINDS, BENCHMARK))
+        raise InputError(f"configuration kind {kind!r}: must be one of {known}")
     return sorted(path.stem for path in (folder() / kind).glob("*.yaml"))
 
 
-def path_of(kind: str, name_or_path: str, where: Path) -> Path:
-    """The file that `name_or_path` means: a path that ends in .yaml, or else a name in `where`.
+def path_of(kind: str, name_or_path: str) -> Path:
+    """The file that `name_or_path` means: a path that ends in .yaml, or else a shipped name.
 
     Raises:
         InputError: there is no such file; the message lists the names that exist.
     """
+    shipped = names(kind)
     is_path = name_or_path.endswith(".yaml")
+    path = Path(name_or_path) if is_path else folder() / kind / f"{name_or_path}.yaml"
     # os.path reports a path as missing where pathlib raises an OSError, such as a name that is too
     # long.
-    if is_path and not os.path.isfile(name_or_path):
+    if is_path and not os.path.isfile(path):
         raise InputError(f"{kind} configuration {name_or_path!r}: there is no such file")
-    shipped = sorted(path.stem for path in where.glob("*.yaml"))
     if not is_path and name_or_path not in shipped:
         raise InputError(
             f"no {kind} configuration {name_or_path!r}: give a path that ends in .yaml, or one of "
             f"the names {', '.join(shipped)}"
         )
-    return Path(name_or_path) if is_path else where / f"{name_or_path}.yaml"
-
-
-def read(path: Path) -> dict[str, object]:
-    """Read a file that is a mapping, in its order.
-
-    Raises:
-        InputError: it is not YAML, or not a mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    content = parse_yaml(str(path), text)
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: must be a mapping of names to values, is {content!r:.60}")
-    return content
+    return path
 
 
 def load(kind: str, name_or_path: str) -> dict[str, object]:
     """Read one configuration file.
 
     Args:
-        kind: one of `KINDS`.
+        kind: model, dispatcher, cluster or benchmark.
         name_or_path: a bare NAME means configs/KIND/NAME.yaml; a text that ends in .yaml is a path.
 
     Returns:
@@ -104,18 +99,23 @@ def load(kind: str, name_or_path: str) -> dict[str, object]:
     Raises:
         InputError: no such file, not YAML, not a mapping, or a key or value of the wrong form.
     """
-    shipped = names(kind)
-    path = path_of(kind, name_or_path, folder() / kind)
-    content = read(path)
+    path = path_of(kind, name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    content = parse_yaml(str(path), text)
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: must be a mapping of names to values, is {content!r:.60}")
     if kind not in FLAT_KINDS:
         return content
     base = content.pop(BASE, None)
     check_arguments(str(path), content)
     if base is None:
         return content
-    if base == path.stem or base not in shipped:
+    if base == path.stem or base not in names(kind):
         raise InputError(
-            f"{path}: {BASE}: {base!r} must be another of the names {', '.join(shipped)}"
+            f"{path}: {BASE}: {base!r} must be another of the names {', '.join(names(kind))}"
         )
     return load(kind, base) | content
 
@@ -193,3 +193,37 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class Checked:
+    """A dataclass that checks its fields: types, and metadata `least` and `choices`.
+
+    Raises:
+        InputError: names the field and its value.
+    """
+
+    def __post_init__(self) -> None:
+        for known in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, must = getattr(self, known.name), known.metadata
+            kinds = str(known.type).split(" | ")
+            if not set(kinds) <= set(TYPES):
+                continue
+            where = f"{known.name} {value!r}"
+            allowed = tuple(kind for name in kinds for kind in TYPES[name])
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise InputError(f"{where}: must be {known.type}")
+            # Not `<`, which a NaN would pass.
+            if value is not None and "least" in must and not value >= must["least"]:
+                raise InputError(f"{where}: must be >= {must['least']}")
+            if value not in must.get("choices", (value,)):
+                raise InputError(f"{where}: one of {', '.join(map(str, must['choices']))}")
+
+
+def at_least(least: float, **default: Any) -> Any:
+    """A numeric field of a `Checked` with a lower bound."""
+    return dataclasses.field(metadata={"least": least}, **default)
+
+
+def one_of(choices: Iterable[Any], default: Any) -> Any:
+    """A field of a `Checked` with one of these values."""
+    return dataclasses.field(metadata={"choices": tuple(choices)}, default=default)

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine that run one function: for `ncclep doctor` and the benchmarks."""
+"""Starts ranks on this machine that run one function: for `ncclep bench` and `ncclep doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, with engines that go wrong, for test_bench.py.
+"""`ncclep bench`, or `python -m benchmarks`, with engines that go wrong, for test_bench.py.
 
 The processes that it starts import this file too, and so have the same engines.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_ncclep import cli
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 
@@ -63,7 +64,7 @@ class Failing(ReferenceEngine):
 
 
 def register() -> None:
-    """Add the engines to those that there are."""
+    """Add the engines to those that `ncclep bench` knows."""
     for engine in (Wrong, WrongLater, Failing):
         entry = dataclasses.replace(ENGINES["reference"], caps=CAPS, build=engine)
         ENGINES[engine.__name__.lower()] = entry
@@ -72,6 +73,8 @@ def register() -> None:
 if __name__ in ("__main__", "__mp_main__"):  # not where a test reads the numbers above
     register()
 if __name__ == "__main__":
+    if sys.argv[1] == "bench":
+        sys.exit(cli.main(sys.argv[1:]))
     from benchmarks.__main__ import main  # its names are made of the engines that there are
 
     sys.exit(main(sys.argv[1:]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from benchmarks import BOTH, PAIR, STEPS, WHOLE
-from benchmarks import result as results
 from benchmarks.catalogue import LIBRARY
-from benchmarks.result import ShapeResult, SubjectResult, TrainingResult, TrainResult
-from benchmarks.shapes import Shape, TrainingShape
+from benchmarks.result import TrainingResult, TrainResult
+from benchmarks.shapes import TrainingShape
 from benchmarks.training_model import STAND_IN
+from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
+from megatron_ncclep.benchmark import result as results
+from megatron_ncclep.benchmark.result import ShapeResult, SubjectResult
+from megatron_ncclep.benchmark.shapes import Shape
 
 SHAPE = Shape("deepseek-v3", tokens=4096, hidden=7168, experts=256, top_k=8, ffn_hidden_size=2048)
 

@@ -9,12 +9,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
-from benchmarks import Setting, layers
+from benchmarks import layers
 from benchmarks.job import make_subject
-from benchmarks.shapes import Workload
+from megatron_ncclep.benchmark import Setting
+from megatron_ncclep.benchmark.shapes import Workload
 
 FFN = 48  # size of an expert
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from sample_result import sample_result
 
-from benchmarks import Setting, table
-from benchmarks.low_latency import LowLatencySubject
 from benchmarks.plot import draw
-from benchmarks.shapes import Shape, Workload
 from benchmarks.table import render
+from megatron_ncclep.benchmark import Setting, table
+from megatron_ncclep.benchmark.low_latency import LowLatencySubject
+from megatron_ncclep.benchmark.shapes import Shape, Workload
 from megatron_ncclep.ranks.group import EpGroup
 
 SHAPE = Shape("small", tokens=5, hidden=16, experts=4, top_k=2)

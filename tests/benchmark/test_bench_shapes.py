@@ -13,9 +13,9 @@ from contract_cases import contract_cases
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
 import benchmarks.__main__ as benchmarks
-from benchmarks.cases import Case
-from benchmarks.engines import COMBINES, results_problem
-from benchmarks.shapes import (
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.engines import COMBINES, results_problem
+from megatron_ncclep.benchmark.shapes import (
     GRAD_OUT,
     WEIGHTS,
     Workload,

@@ -14,7 +14,6 @@ from stand_ins import setting_of
 
 from benchmarks.catalogue import known_variant
 from benchmarks.layer_model import initialize
-from benchmarks.ranks import Ranks
 from benchmarks.result import KINDS
 from benchmarks.shapes import load
 from benchmarks.training import (
@@ -32,6 +31,7 @@ from benchmarks.training_model import (
     provide_fusion,
     wgrad_gemm_accum_fp32,
 )
+from megatron_ncclep.benchmark.ranks import Ranks
 
 STEPS = 3
 

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import Setting, UnavailableError, deepep, shapes
-from benchmarks.cases import Case
+from benchmarks import deepep
 from benchmarks.catalogue import DEEPEP
 from benchmarks.job import make_subject
 from benchmarks.layer_model import BUFFERS, close_dispatcher
-from benchmarks.shapes import Workload
-from benchmarks.table_oracle import table_combine, table_dispatch
+from megatron_ncclep.benchmark import Setting, UnavailableError, shapes
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.shapes import Workload
+from megatron_ncclep.benchmark.table_oracle import table_combine, table_dispatch
 
 RANK, SMS = 1, 20
 CASE = Case(

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import benchmarks.__main__ as benchmarks
-from benchmarks import command, shapes
+from benchmarks import shapes, table
 from benchmarks.catalogue import check_name, default_names, known_variant
 from benchmarks.job import Job
-from benchmarks.result import Measured, ShapeResult
+from megatron_ncclep import cli
+from megatron_ncclep.benchmark import command
+from megatron_ncclep.benchmark.result import Measured, ShapeResult
 from megatron_ncclep.errors import InputError
 
 
@@ -153,6 +155,32 @@ def test_subjects_that_are_refused(refused, names: str, message: str) -> None:
     assert message in refused("--smoke", "--subjects", names)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--smoke --subjects layer:alltoall", "`python -m benchmarks` in a checkout"),
+        ("--smoke --subjects reference@8", "would ignore a number of SMs"),
+        ("--smoke --subjects native@x", "write a number of SMs after the @"),
+        ("--smoke --subjects reference,reference", "named twice"),
+        (f"{LL} --subjects nccl_ep", "graphs can hold: native, reference"),
+        ("--config training", "no benchmark configuration 'training'"),
+        ("--device cpu", "models takes hours on a CPU"),
+    ],
+)
+def test_what_the_installed_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert cli.main(["bench", *words.split(), "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model-network", "--max-recv-rows=64"])
+def test_an_option_of_a_checkout_says_so(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--smoke", option])
+    assert f"{option}; --model-network and --max-recv-rows are" in capsys.readouterr().err
+
+
 def test_another_number_of_ranks_than_torchruns_is_refused(
     refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +274,7 @@ def test_a_run_that_is_stopped_leaves_the_shapes_before(tmp_path: Path) -> None:
 
     job = Job.make(parsed("--out", str(tmp_path)), 2, "cpu")
     with pytest.raises(KeyboardInterrupt):
-        command._write(job, measured())
+        command._write(job, measured(), "benchmarks", table.render)
     (found,) = json.loads((tmp_path / "bench.json").read_text())["shapes"]
     assert found["shape"]["name"] == shape.name
     assert shape.name in (tmp_path / "bench.txt").read_text()

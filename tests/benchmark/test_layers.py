@@ -10,13 +10,13 @@ import torch
 from rank_pool import RankContext, RankPool
 from stand_ins import BUGS, FFN, prepared_on, put_into
 
-from benchmarks import BOTH, Setting, UnavailableError
 from benchmarks import layer_model as model
-from benchmarks.cases import Case
 from benchmarks.job import make_subject
 from benchmarks.layers import blocks_of
-from benchmarks.ranks import Timer
-from benchmarks.shapes import Workload
+from megatron_ncclep.benchmark import BOTH, Setting, UnavailableError
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.ranks import Timer
+from megatron_ncclep.benchmark.shapes import Workload
 
 CASES = {
     "bf16": Case("bf16", (20, 20), 8, top_k=3, hidden=32, dtype=torch.bfloat16),

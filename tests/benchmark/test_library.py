@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import Setting, UnavailableError, library
-from benchmarks.cases import Case
+from benchmarks import library
 from benchmarks.library import LibrarySubject
-from benchmarks.shapes import Workload
+from megatron_ncclep.benchmark import Setting, UnavailableError
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rank_pool import RankContext, RankPool
 
-from benchmarks import ranks
-from benchmarks.ranks import Timer, measure, quantiles, slowest
+from megatron_ncclep.benchmark import ranks
+from megatron_ncclep.benchmark.ranks import Timer, measure, quantiles, slowest
 from megatron_ncclep.ranks.group import EpGroup
 
 

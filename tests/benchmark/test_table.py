@@ -11,12 +11,12 @@ import torch
 from sample_result import SHAPE, sample_result
 
 from benchmarks import plot
-from benchmarks import result as results
-from benchmarks.cases import Case
 from benchmarks.plot import draw
-from benchmarks.result import ShapeResult
-from benchmarks.shapes import Workload, tables_of
 from benchmarks.table import render
+from megatron_ncclep.benchmark import result as results
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.result import ShapeResult
+from megatron_ncclep.benchmark.shapes import Workload, tables_of
 
 
 def row(text: str, start: str) -> list[str]:
@@ -201,8 +201,8 @@ def test_bars_are_the_jsons_times(tmp_path: Path) -> None:
     [
         (None, [], "give the bench.json of a run"),
         ("{", [], "not JSON"),
-        ("[]", [], "not a result of `python -m benchmarks`"),
-        ('{"format": 99}', [], "not a result of `python -m benchmarks`"),
+        ("[]", [], "not a result of `ncclep bench`"),
+        ('{"format": 99}', [], "not a result of `ncclep bench`"),
         ('{"format": 1, "shapes": []}', [], "holds no times"),
         ('{"format": 1, "shapes": []}', ["--subjects", "x"], "--subjects x"),
     ],

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 # The same examples everywhere; no timing assertions.
 SAME_EXAMPLES = settings(

@@ -23,8 +23,8 @@ from contract_cases import (
 from oracle import OraclePlan, oracle_combine, oracle_plan
 from rank_pool import RankContext, RankPool
 
-from benchmarks.cases import Case, refusal
-from benchmarks.table_oracle import slot_table, table_combine, table_dispatch
+from megatron_ncclep.benchmark.cases import Case, refusal
+from megatron_ncclep.benchmark.table_oracle import slot_table, table_combine, table_dispatch
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import (
     BY_RANK,

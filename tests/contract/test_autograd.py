@@ -13,9 +13,9 @@ from compare import assert_same_bits
 from rank_pool import RankContext, RankPool
 from run_case import Sums, fitted, opened, order_of, run_case
 
-from benchmarks.cases import Case
-from benchmarks.shapes import tables_of
-from benchmarks.table_oracle import table_combine, table_dispatch
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.shapes import tables_of
+from megatron_ncclep.benchmark.table_oracle import table_combine, table_dispatch
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 

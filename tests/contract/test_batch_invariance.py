@@ -19,7 +19,7 @@ from contract_cases import deadline_s
 from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, run_case
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine

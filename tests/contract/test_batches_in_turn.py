@@ -16,7 +16,7 @@ from named_rows import assert_both_steps
 from rank_pool import RankContext, RankPool
 from run_case import assert_steps, fitted, opened, run_case
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 ORDER = (
     "plan 0, dispatch 0, plan 1, combine 0, dispatch 1, plan 2, dispatch 2, combine 1, combine 2, "

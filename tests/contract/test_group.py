@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
+from timeouts import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
+from timeouts import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig

@@ -14,7 +14,7 @@ import torch
 from contract_cases import contract_cases
 from rank_pool import RankContext, RankPool
 
-from benchmarks.cases import Case, refusal
+from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.engines import ENGINES, EngineEntry
 from megatron_ncclep.engines.engine import SOURCE_PART_UNROUNDED, EngineCaps
 from megatron_ncclep.engines.reference.engine import ReferenceEngine

@@ -23,7 +23,7 @@ from test_nodes import ENGINE, assert_all_steps, grid, possible_cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan

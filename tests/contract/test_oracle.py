@@ -9,7 +9,7 @@ import torch
 from compare import assert_dispatched, assert_same_bits
 from oracle import Slot, oracle_combine, oracle_dispatch, oracle_plan
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 
 def test_the_worked_example_of_the_reference_engine() -> None:

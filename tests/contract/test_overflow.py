@@ -15,7 +15,7 @@ from oracle import oracle_plan, oracle_rows_limit
 from rank_pool import RankContext, RankPool
 from run_case import fitted, oracle_of
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.overflow import drop_what_does_not_fit, rows_limit, rows_needed

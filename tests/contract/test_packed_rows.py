@@ -11,7 +11,7 @@ from oracle import oracle_dispatch
 from rank_pool import RankContext, RankPool
 from run_case import config_of, fitted, opened, oracle_of, run_case
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import BYTES
 from megatron_ncclep.errors import InputError

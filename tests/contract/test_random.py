@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from rank_pool import RankContext, RankPool
 from run_case import Tables
 
-from benchmarks.contents import rows_of, weights_of
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, EngineCaps, RoutePlan

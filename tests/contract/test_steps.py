@@ -11,7 +11,7 @@ from oracle import oracle_combine, oracle_dispatch
 from rank_pool import RankContext, RankPool
 from run_case import Sums, fitted, opened, oracle_of, run_case
 
-from benchmarks.cases import Case, refusal
+from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.nccl_ep.staging import Route
 

@@ -12,10 +12,10 @@ from draws import SAME_EXAMPLES, cases
 from hypothesis import given, settings
 from oracle import oracle_combine, oracle_dispatch, oracle_plan
 
-from benchmarks import contents
-from benchmarks.cases import Case
-from benchmarks.contents import rows_of, weights_of
-from benchmarks.table_oracle import slot_table, table_combine, table_dispatch
+from megatron_ncclep.benchmark import contents
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
+from megatron_ncclep.benchmark.table_oracle import slot_table, table_combine, table_dispatch
 
 
 def check(case: Case) -> None:

@@ -29,11 +29,11 @@ from rank_pool import RankContext, RankError, RankPool  # noqa: E402
 
 from benchmarks.catalogue import known_variant  # noqa: E402
 from benchmarks.layer_model import initialize  # noqa: E402
-from benchmarks.ranks import Ranks  # noqa: E402
 from benchmarks.shapes import TrainingShape  # noqa: E402
 from benchmarks.training import curve_problem  # noqa: E402
 from benchmarks.training_model import SubjectModel, load_text  # noqa: E402
 from megatron_ncclep import cpu  # noqa: E402
+from megatron_ncclep.benchmark.ranks import Ranks  # noqa: E402
 from megatron_ncclep.logs import remarks_hidden  # noqa: E402
 from megatron_ncclep.ranks import topology  # noqa: E402
 from megatron_ncclep.training import corpus, data  # noqa: E402
@@ -76,7 +76,7 @@ GPU = (
     Arm("nccl_ep", "train:ncclep:nccl_ep"),  # takes two ranks
 )
 # The exact protocol's model, changed to one with which roundings part two trainings on a CPU too.
-SMALL_CHANGES = {"num-layers": 1, "bf16": True, "lr": 0.015, "min-lr": 0.0015}
+SMALL_CHANGES = {"num-layers": 1, "train-iters": 20, "bf16": True, "lr": 0.015, "min-lr": 0.0015}
 # (arm, seed) -> what `train` returned.
 Trained = dict[tuple[str, int], dict[str, Any]]
 

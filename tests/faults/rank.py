@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from patience import patient
 from processes import join
 from rank_pool import RankContext
+from timeouts import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig

@@ -17,8 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import benchmarks.__main__ as benchmarks
-from benchmarks import plot, result
+from benchmarks import plot
 from megatron_ncclep import cli
+from megatron_ncclep.benchmark import result
 
 # Options of each command, and words with which it gets somewhere.
 OPTIONS = {
@@ -33,12 +34,15 @@ OPTIONS = {
         "--model --dispatcher --cluster --script --nproc --one-line --",
         "--model tiny --dispatcher ncclep --cluster local-cpu",
     ),
+    "bench": (
+        "--config --subjects --ranks --device --samples --warmup --mode --out --overwrite",
+        "--smoke --overwrite --out d",
+    ),
     "doctor": ("--json --ranks", ""),
     "env": ("", ""),
     # Of a checkout.
     "benchmarks": (
-        "--config --subjects --ranks --device --samples --warmup --mode --max-recv-rows --out "
-        "--overwrite",
+        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --overwrite",
         "--smoke --overwrite --out d",
     ),
     "plot": ("-o --out --subjects", "bench.json"),
@@ -68,7 +72,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda *_: 0)
     monkeypatch.setattr("megatron_ncclep.training.corpus._write", write)
     monkeypatch.setattr("megatron_ncclep.training.corpus._describe", describe)
-    monkeypatch.setattr("benchmarks.command._measure_in_ranks", lambda job: [])
+    monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_ranks", lambda job: [])
     monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title, ranks: [])
     monkeypatch.setattr("megatron_ncclep.cli.run._move_to_cpu", lambda: None)
     monkeypatch.setattr("megatron_ncclep.cli.run.after_import", lambda *_: None)
@@ -133,7 +137,7 @@ LONG = "x" * 300
         "train --device cpu --out text.txt",
         f"train --device cpu --out {LONG}",
         f"train --device cpu --out d --text {LONG}",
-        "benchmarks --device cpu --out text.txt",
+        "bench --device cpu --out text.txt",
         f"plot {RESULT} -o d",
         "render --model tiny --dispatcher ncclep --cluster local-cpu --nproc 0",
         "plot half.json",
@@ -155,11 +159,11 @@ def test_what_ended_in_a_traceback(
 def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
     here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A benchmark with `--out FILE` measured for minutes, and lost what it had measured."""
-    monkeypatch.delattr("benchmarks.command._measure_in_ranks")
+    """`ncclep bench --out FILE` measured for minutes, and lost what it had measured."""
+    monkeypatch.delattr("megatron_ncclep.benchmark.command._measure_in_ranks")
     Path("d/bench.json").touch()  # results, which it would have overwritten
     for out in ("text.txt", "d"):
-        assert benchmarks.main(["--smoke", "--out", out]) == 2
+        assert cli.main(["bench", "--smoke", "--out", out]) == 2
         assert f"--out {out}" in capsys.readouterr().err
 
 

@@ -26,7 +26,7 @@ from run_case import Tables
 from test_graphs import CASE, RESULTS, Layer, captured
 
 import megatron_ncclep
-from benchmarks.contents import rows_of, weights_of
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan

@@ -11,13 +11,13 @@ import importlib.util
 import pytest
 import torch
 from compare import assert_same_bits
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import make_experts_differ
 from rank_pool import RankContext
 from test_batch_invariance import BATCHES, batches
 from test_gpu_grouped_experts import build, in_ddp
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 
 needs_quack = pytest.mark.skipif(

@@ -15,8 +15,8 @@ from rank_pool import RankContext, RankPool
 from run_case import fitted
 from test_gpu_static_mode import CASE, Layer, waiting_is_an_error
 
-from benchmarks.cases import Case
 from megatron_ncclep import metrics
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.metrics import Interval
 

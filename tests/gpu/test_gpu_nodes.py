@@ -20,7 +20,7 @@ from rank_pool import RankContext, RankPool
 from run_case import fitted
 from test_graphs import CASES, Layer, captured
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 

@@ -19,7 +19,7 @@ from contract_cases import config_of, rows_limit_of
 from rank_pool import RankContext, RankPool
 from run_case import fitted, oracle_of
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup

@@ -15,7 +15,7 @@ from compare import assert_same_bits
 from rank_pool import RankContext, RankPool
 from run_case import assert_steps, error_on_rank, fitted, local_ranks, opened, run_case
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 # About 2 s: whatever does not wait for it is long over.
 LONG_CYCLES = 4_000_000_000

@@ -11,7 +11,7 @@ import torch
 from rank_pool import RankContext, RankPool
 from run_case import assert_steps, fitted, opened, run_case
 
-from benchmarks.cases import Case
+from megatron_ncclep.benchmark.cases import Case
 
 # About 50 ms at 2 GHz, in which the host has long queued everything that follows.
 SLOW_CYCLES = 100_000_000

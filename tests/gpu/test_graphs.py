@@ -13,8 +13,8 @@ from contract_cases import caps_of, config_of
 from rank_pool import RankContext, RankPool
 from run_case import Tables, fitted
 
-from benchmarks.cases import Case
-from benchmarks.contents import rows_of, weights_of
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import InputError

@@ -11,7 +11,7 @@ from contract_cases import deadline_s
 from rank_pool import RankContext, RankPool
 from run_case import Tables
 
-from benchmarks.contents import rows_of, weights_of
+from megatron_ncclep.benchmark.contents import rows_of, weights_of
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import EngineCaps

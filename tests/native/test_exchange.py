@@ -25,8 +25,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension

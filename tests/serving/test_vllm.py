@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import real_vllm
 import torch
-from patience import PatientPool
 from rank_pool import RankContext
+from timeouts import PatientPool
 
 from megatron_ncclep.errors import InputError, IntegrationError, PeerError
 from megatron_ncclep.ranks.group import EpGroup

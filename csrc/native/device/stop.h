@@ -1,4 +1,5 @@
-// How a rank stops: in the middle, because its arguments are invalid, or at the end.
+// How a rank begins to put over the network, and how it stops: in the middle, because its arguments
+// are invalid, or at the end.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,9 @@ namespace ncclep::native {
 // `rails` are null unless there are several domains.
 void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream,
             const Rails* rails = nullptr);
+
+// Queues a kernel that reads how far NCCL's queues are, while nothing puts into them.
+void begin_puts(const KernelContext& me, std::uintptr_t stream, const Rails& rails);
 
 // Queues a kernel that waits, at most for the deadline and whether or not the group has failed,
 // until nothing is on its way from or to the rail peers: then their windows and this rank's may

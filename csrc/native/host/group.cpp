@@ -171,6 +171,11 @@ void Group::clear() {
   }
   // All ranks have received the last plan, but the new windows do not record that.
   clear_memory(&state_->received, sizeof(state_->received));
+  if (rails_ != nullptr) {
+    const OwnStream stream;
+    begin_puts(context(), stream.get(), *rails_);
+    stream.wait("looking at the network's queues");
+  }
 }
 
 void Group::discard_windows() {

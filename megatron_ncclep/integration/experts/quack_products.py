@@ -16,7 +16,7 @@ the GEMM needs them; the weights stay as Megatron lays them out, all gates, then
 Expert g has the rows from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
 `ends` on the device.  Rows after the last block are neither read nor written.
 
-Tile shapes: for six shapes of benchmarks/configs/layers.yaml, two H100s and 11 to 48 tiles for each
+Tile shapes: for six shapes of configs/benchmark/layers.yaml, two H100s and 11 to 48 tiles for each
 GEMM, these two were within 4 % of the best ones over all six GEMMs.  The cards ranked the other
 tiles differently (benchmarks/results/2026-11-25-grouped-experts.txt).
 

@@ -353,7 +353,7 @@ def compare(results: list[torch.Tensor], expected: list[torch.Tensor], what: str
 
 
 def test_graphs_of_the_benchmark(ctx: RankContext) -> None:
-    """The benchmarks ask for CUDA graphs by names that change, and clear what classes keep."""
+    """`ncclep bench` asks for CUDA graphs by names that change, and clears what classes keep."""
     initialize(1)
     from megatron.core import full_cuda_graph
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper

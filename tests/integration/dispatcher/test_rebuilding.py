@@ -19,9 +19,9 @@ import torch.distributed as dist
 from fixtures import closed
 from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
-from patience import PatientPool, patient
 from rank_pool import RankContext
 from rebuilding_case import growth, held, mapped
+from timeouts import PatientPool, patient
 
 import megatron_ncclep
 from megatron_ncclep import metrics

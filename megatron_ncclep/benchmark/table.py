@@ -1,4 +1,4 @@
-"""The parts of the table: grids of subjects, shapes and low-latency mode, and the page."""
+"""The table: bench.json as text.  Every number is read from it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import BOTH, PAIR, STEPS
-from benchmarks.result import CROSSINGS
+from megatron_ncclep.benchmark import BOTH, PAIR, STEPS
+from megatron_ncclep.benchmark.result import CROSSINGS
 from megatron_ncclep.ranks.nodes import Nodes
 
 WIDTH, PROSE_WIDTH = 200, 100  # of tables, and of the lines between them
 Part = str | Table
 Measured = dict[str, Any]  # of a shape, or a subject of it, as in the file
-SHARED = (
-    "RANKS SHARE A GPU, up to {} of them: this checks results. Ranks take turns, so the times say "
-    "nothing about speed, and no ratios are shown."
-)
 # Head of a column -> its cell for a subject; not a function: without the column.
 Columns = dict[str, Callable[[Measured], str] | bool]
 
@@ -67,22 +63,32 @@ def subjects_grid(
     return ["", grid([head, *list(cells)[1:]], [*rows, last])] if rows else []
 
 
+def render(result: dict[str, Any]) -> str:
+    """Turn a whole result of `ncclep bench` (see result.py) into text."""
+    blocks = [
+        *(shape_part(shape, has_ratios(result)) for shape in result["shapes"]),
+        *map(low_latency_part, same_sizes(result["low_latency"])),
+    ]
+    return page("ncclep bench", result, blocks, notes(result))
+
+
 def has_ratios(result: dict[str, Any]) -> bool:
     """Whether times can be compared: no ranks share a GPU."""
     return bool(result["machine"].get("ranks_per_gpu", 1) == 1)
 
 
 def page(
-    result: dict[str, Any], blocks: Iterable[Sequence[Part]], notes: Sequence[tuple[Any, str]]
-) -> str:
-    """The text of a result: its head, blocks, and the notes that are needed."""
+    command: str, result: dict[str, Any], blocks: Iterable[Sequence[Part]],
+    notes: Sequence[tuple[Any, str]],
+) -> str:  # fmt: skip
+    """The text of a result of `command`: its head, blocks, and the notes that are needed."""
     options, machine = result["options"], result["machine"]
     where, on_each = "CPU", machine.get("ranks_per_gpu", 1)
     if "gpu" in machine:
         where = f"{machine['gpus']} x {machine['gpu']}, driver {machine['driver'] or 'unknown'}"
     needed = dict.fromkeys(note for is_needed, note in notes if is_needed)
     return as_text(
-        f"benchmarks {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
+        f"{command} {options['config']}: {options['ranks']} ranks, {where}, {result['date']}",
         ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v),
         f"{options['samples']} samples after {options['warmup']} warm-up rounds",
         *([SHARED.format(on_each)] if on_each > 1 else ()),
@@ -129,11 +135,13 @@ def sizes(shape: dict[str, Any]) -> str:
 
 
 def shape_part(
-    result: Measured, with_ratios: bool, tables: Callable[[dict[str, float]], list[Part]]
-) -> list[Part]:
+    result: Measured, with_ratios: bool,
+    tables: Callable[[dict[str, float]], list[Part]] | None = None,
+) -> list[Part]:  # fmt: skip
     """The part of one shape.
 
-    `tables`: what makes its tables from the least time of each pass (empty if unknown).
+    `tables`: what makes its tables from the least time of each pass (empty if unknown); None: one
+    table of all subjects.
     """
     shape, wire_mb = result["shape"], result["wire_bytes"] / 1e6
     head = f"{shape['name']}: T {shape['tokens']}, {sizes(shape)}; {wire_mb:.3g} MB on the wire"
@@ -155,7 +163,12 @@ def shape_part(
     parts.append(ceiling if rates else f"ceiling not measured: {result['ceiling_reason']}")
     limit_us = with_ratios and result["limit_us"]
     wire = {name: n * limit_us for name, n in CROSSINGS.items()} if limit_us else {}
-    return [*parts, *tables(wire), *problems(result["subjects"])]
+    if tables is None:
+        measured = [subject for subject in result["subjects"] if subject["passes"]]
+        made = passes_grid("", measured, STEPS, wire, with_ratios)
+    else:
+        made = tables(wire)
+    return [*parts, *made, *problems(result["subjects"])]
 
 
 def passes_grid(
@@ -230,4 +243,34 @@ def low_latency_part(results: list[Measured]) -> list[Part]:
           for result in results if result["error"]),
         *subjects_grid("", columns, [subject for subject in named if subject["passes"]]),
         *problems(named),
+    ]  # fmt: skip
+
+
+# --- notes: explanations of the tables -----------------------------------------------------------
+
+SHARED = (
+    "RANKS SHARE A GPU, up to {} of them: this checks results. Ranks take turns, so the times say "
+    "nothing about speed, and no ratios are shown."
+)
+
+
+def notes(result: dict[str, Any]) -> list[tuple[Any, str]]:
+    """Notes, each with whether the result needs it."""
+    low_latency = result["low_latency"]
+    return [
+        (result["shapes"],
+         "Times are microseconds: the slowest rank's median, and below it the 10th to the 90th "
+         "percentile; sum adds medians. bwd_dispatch is the backward of combine. GB/s is the "
+         "busiest rank's rows, each once for every other rank that needs it, over the time, and "
+         "percent of the ceiling; limit is their time at it; logical also counts rows for the "
+         "rank's own experts. GB held is the most device memory of a rank: torch's peak in one "
+         "round, plus memory outside of torch."),
+        (low_latency,
+         "Low-latency mode: microseconds of one operation, the slowest rank's of each, over all "
+         "operations of all samples; on GPUs in replays of a CUDA graph that alternates dispatch "
+         "and combine. MB window is memory on each rank that the others write to."),
+        (any(not found["on_gpu"] and not found["error"] for found in low_latency),
+         "NO GPU WAS USED: the times of low-latency mode are those of hosts and of gloo, and say "
+         "nothing about its kernels."),
+        (True, 'docs/performance.md says more under "How it was measured".'),
     ]  # fmt: skip

@@ -16,7 +16,10 @@ from megatron_ncclep.libraries import nccl_ep, search
 from megatron_ncclep.ranks import topology
 from megatron_ncclep.version import __version__
 
-PACKAGES = ("megatron-core", "transformer-engine", "quack-kernels", "nccl-extensions", "deep-ep")
+PACKAGES = (
+    *("megatron-core", "transformer-engine", "quack-kernels", "nvidia-cutlass-dsl"),
+    *("nccl-extensions", "deep-ep"),
+)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import Setting, UnavailableError
+from megatron_ncclep.benchmark import Setting, UnavailableError
 from megatron_ncclep.errors import LibraryError, PeerError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of

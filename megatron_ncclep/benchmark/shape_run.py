@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import LOW_LATENCY
-from benchmarks import ranks as links
-from benchmarks.catalogue import kind_of
-from benchmarks.ranks import Clock, DeviceMemory, Ranks
-from benchmarks.result import ShapeResult, SubjectResult
-from benchmarks.shapes import Shape, Workload, wire_rows
+from megatron_ncclep.benchmark import LOW_LATENCY
+from megatron_ncclep.benchmark import ranks as links
+from megatron_ncclep.benchmark.ranks import Clock, DeviceMemory, Ranks
+from megatron_ncclep.benchmark.result import ShapeResult, SubjectResult
+from megatron_ncclep.benchmark.shapes import Shape, Workload, wire_rows
 from megatron_ncclep.ranks.group import EpGroup
 
 if TYPE_CHECKING:
-    from benchmarks.job import Job
+    from megatron_ncclep.benchmark.job import Job
 
 
 @dataclass
@@ -89,7 +88,7 @@ class ShapeRun:
     def _prepare(self, name: str, workload: Workload) -> _Entry:
         """Prepare a subject, run every pass once and check the results."""
         ranks, job = self._ranks, self._job
-        entry = _Entry(result := SubjectResult(name, kind=kind_of(name)))
+        entry = _Entry(result := SubjectResult(name, kind=job.kind_of(name)))
         ranks.step(name)
         gc.collect()
         memory = DeviceMemory(ranks.on_gpu)

@@ -1,7 +1,8 @@
 """The contract for many and large cases, as operations on tables.
 
-It gives the same results as tests/oracle.py, which works row by row; a test compares the two.  It
-also runs on GPUs, if the tensors of all ranks fit, and is for tests and for the benchmarks' checks.
+It gives the same results as tests/oracle.py, which works row by row.  It also runs on GPUs, if the
+tensors of all ranks fit, and is for tests and for the checks of `ncclep bench`.  A test compares
+the two.
 
 For each destination there is a table with a row for every token of the group, in the order of
 (source rank, token), and a column for each of its local experts.  Row by row it gives the order in

@@ -1,4 +1,11 @@
-"""Running a benchmark: the arguments, the ranks, and writing the results."""
+"""Measure what this package's engines cost on this machine: plan, dispatch, combine and backward.
+
+Every result is checked before it is timed.  The command starts its ranks itself; under torchrun it
+is one of them.  Results go to --out: bench.json and bench.txt (the printed text).  Other libraries,
+Megatron-Core's dispatchers, layers and trainings: `python -m benchmarks`, in a checkout.
+
+Exit status: 0; 1 if a result is wrong, a subject fails, or one that --subjects names cannot run.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import HIGH_THROUGHPUT, LOW_LATENCY, shapes, table
-from benchmarks import result as results
-from benchmarks.catalogue import MAX_RECV_ROWS
-from benchmarks.job import Job
-from benchmarks.machine import machine, versions
-from benchmarks.ranks import Ranks
-from benchmarks.result import Measured
-from megatron_ncclep.config import EpConfig
+from megatron_ncclep.benchmark import HIGH_THROUGHPUT, LOW_LATENCY, table
+from megatron_ncclep.benchmark import result as results
+from megatron_ncclep.benchmark.job import Job
+from megatron_ncclep.benchmark.ranks import Ranks
+from megatron_ncclep.benchmark.result import Measured
+from megatron_ncclep.cli import config_files
+from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import topology
@@ -31,16 +37,25 @@ from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
 
 DEFAULT_CPU_RANKS = 2
 PATIENCE = 60  # the whole of one shape may take this many times the deadline of one wait
+HINT = "; --model-network and --max-recv-rows are options of `python -m benchmarks`, in a checkout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `python -m benchmarks` that say what is measured, and how."""
+    """Add the arguments of `ncclep bench`."""
+    add_common_arguments(
+        parser,
+        f"{', '.join(config_files.names(config_files.BENCHMARK))}, or a path that ends in .yaml "
+        "(default: models; low_latency)",
+        "engines, separated by commas, such as native@24,reference (default: all of them; an "
+        "unknown name lists them); NAME@N: kernels on N SMs",
+    )
+    parser.set_defaults(hint=HINT)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, configs: str, subjects: str) -> None:
+    """Add the arguments of any benchmark; the texts say which shapes and subjects there are."""
     add = parser.add_argument
-    add(
-        "--config", metavar="NAME_OR_PATH",
-        help=f"shapes: {', '.join(shapes.names())}, or a path that ends in .yaml (default: models; "
-        "training if all subjects train; low_latency)",
-    )  # fmt: skip
+    add("--config", metavar="NAME_OR_PATH", help=f"shapes: {configs}")
     add(
         "--mode", choices=(HIGH_THROUGHPUT, LOW_LATENCY), default=HIGH_THROUGHPUT,
         help=f"{LOW_LATENCY}: low-latency mode, with few tokens: p50 and p99 of dispatch, combine "
@@ -50,21 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--subjects",
         type=lambda text: text.split(","),
         action="extend",
-        help="what to measure, "
-        "separated by commas, such as native@24,nccl_ep_library,alltoall (default: all but layers, "
-        "experts and those that train; an unknown name lists them); NAME@N: kernels of an engine "
-        "or a library on N SMs; experts:megatron, experts:grouped: experts alone; "
-        "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
-        "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
-        ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
-        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
-        "and :optimizer_graph (Megatron-Core's)",
-    )
-    add(
-        "--max-recv-rows",
-        type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["kind"].parse,
-        help="received rows of layers and trainings with a fixed number of them, in the form of "
-        f"--ncclep-max-recv-rows (default: {MAX_RECV_ROWS})",
+        help=f"what to measure: {subjects}",
     )
     add("--ranks", type=int, help="processes to start (default: one per GPU, 2 on a CPU)")
     add("--device", choices=("auto", "cpu", "cuda"), help="auto (the default) uses GPUs if any")
@@ -75,15 +76,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--smoke", action="store_true", help="small shapes: --config smoke --device cpu")
 
 
-def measure(args: argparse.Namespace) -> int:
-    """Run a benchmark with the arguments of `add_arguments` and return its exit status.
+def main(args: argparse.Namespace) -> int:
+    """Run `ncclep bench` and return its exit status.
 
     Raises:
         EpError: a mistake that one process can detect; nothing is measured then.
     """
+    return measure(args, Job, "ncclep bench", table.render)
+
+
+def measure(
+    args: argparse.Namespace, kind: type[Job], command: str, render: Callable[[Any], str]
+) -> int:
+    """Run a benchmark and return its exit status; see `main`.
+
+    Args:
+        args: of `add_common_arguments`, and what `kind` takes besides.
+        kind: what can be measured.
+        command: its name in messages.
+        render: turns the contents of bench.json into text.
+    """
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    job = make_job(args, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    job = make_job(args, kind, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if not args.overwrite and Path(job.out, "bench.json").exists():
         raise InputError(f"--out {job.out} holds results: give --overwrite, or another --out")
     try:  # now, so that results are not lost because there is no folder
@@ -91,10 +106,10 @@ def measure(args: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"--out {job.out}: {error.strerror}: give another folder") from error
     found = _measure_as_rank(job) if under_torchrun else _measure_in_ranks(job)
-    return _write(job, found)
+    return _write(job, found, command, render)
 
 
-def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
+def make_job(args: argparse.Namespace, kind: type[Job], world_size: int | None) -> Any:
     """Turn the parsed arguments into a Job.  A job for the CPU hides the GPUs from this process.
 
     `world_size` is the number of ranks that torchrun has started; None outside torchrun.
@@ -120,7 +135,7 @@ def make_job(args: argparse.Namespace, world_size: int | None) -> Job:
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
     if device == "cuda":
         topology.require_gpus(ranks if world_size is None else 1)
-    job = Job.make(args, ranks, device)
+    job = kind.make(args, ranks, device)
     if device == "cpu" and args.config is None and not args.smoke:
         raise InputError(f"{job.config} takes hours on a CPU: give --smoke, or name a --config")
     return job
@@ -186,7 +201,9 @@ def _measure_as_rank(job: Job) -> Iterator[Measured]:
         dist.destroy_process_group()
 
 
-def _write(job: Job, measured: Iterable[Measured]) -> int:
+def _write(
+    job: Job, measured: Iterable[Measured], command: str, render: Callable[[Any], str]
+) -> int:
     """Write the results, after each shape, and print them; returns the exit status.
 
     A run that is stopped leaves the results of the shapes before.
@@ -198,14 +215,14 @@ def _write(job: Job, measured: Iterable[Measured]) -> int:
         host = host or {"machine": machine(job.device, job.ranks), "versions": versions(job.device)}
         result = _result(job, host, so_far)
         results.save(result, as_json)
-        text = table.render(result)
+        text = render(result)
         as_text.write_text(text, encoding="utf-8")
     if not so_far:  # not rank 0
         return 0
     print(f"\n{text}", flush=True)
     print(f"written: {as_json}, {as_text}")
     for failure in result["failures"]:
-        print(f"benchmarks: {failure}", file=sys.stderr)
+        print(f"{command}: {failure}", file=sys.stderr)
     return 1 if result["failures"] else 0
 
 
@@ -217,7 +234,7 @@ def _result(job: Job, host: dict[str, Any], measured: Sequence[Measured]) -> dic
         **host,
         # The results do not depend on their folder.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
-        **{name: [] for name in results.LISTS},
+        **{name: [] for name in job.lists()},
         "failures": [failure for shape in measured for failure in shape.failures],
     }
     for found in measured:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import PAIR, Setting, Subject, engines, excused
-from benchmarks.engines import split_name
-from benchmarks.ranks import Clock, Timer, Times
-from benchmarks.shapes import WEIGHTS, Workload, X, Y, payload
+from megatron_ncclep.benchmark import PAIR, Setting, Subject, engines, excused
+from megatron_ncclep.benchmark.engines import split_name
+from megatron_ncclep.benchmark.ranks import Clock, Timer, Times
+from megatron_ncclep.benchmark.shapes import WEIGHTS, Workload, X, Y, payload
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.low_latency import create_low_latency

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import STEPS, Setting, Subject, UnavailableError, excused, shapes
-from benchmarks.cases import refusal
-from benchmarks.shapes import Workload
-from benchmarks.table_oracle import table_combine, table_dispatch
+from megatron_ncclep.benchmark import STEPS, Setting, Subject, UnavailableError, excused, shapes
+from megatron_ncclep.benchmark.cases import refusal
+from megatron_ncclep.benchmark.shapes import Workload
+from megatron_ncclep.benchmark.table_oracle import table_combine, table_dispatch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, create_engine
 from megatron_ncclep.engines.engine import BY_RAIL, EVERY_PART_ROUNDED, EngineCaps
