@@ -38,6 +38,9 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 EXTENSION = "megatron_ncclep._C"
 LIBRARY = "megatron_ncclep.libncclep"
+# The kernels for NVLink domains of more than 32 GPUs, and the oldest architecture with such domains:
+# the files include those of the other kernels, so their code would double for all older ones.
+WIDE, WIDE_FROM = SOURCES / "native" / "wide", 100
 NCCL_VERSION = (2, 30, 7)  # of the headers, at least: what is compiled with them needs no older one
 
 
@@ -87,8 +90,8 @@ def nccl_headers():
     return None, ""
 
 
-def targets(version):
-    """nvcc's targets: its -gencode options, and the names of the code that they make."""
+def targets(version, least=0):
+    """nvcc's targets from `least` on: its -gencode options, and the names of what they make."""
     asked = os.environ.get("NCCLEP_CUDA_ARCHITECTURES", "").split()
     options, names = [], []
     for architecture in asked or ["90+PTX", *(["100"] if version >= (12, 8) else [])]:
@@ -97,6 +100,8 @@ def targets(version):
             raise SystemExit(
                 f"NCCLEP_CUDA_ARCHITECTURES: {architecture!r}: write 90, or 90+PTX for PTX too"
             )
+        if int(re.sub(r"\D", "", number) or least) < least:
+            continue
         made = [f"sm_{number}", *([f"compute_{number}"] if ptx else [])]
         options += ["-gencode", f"arch=compute_{number},code=[{','.join(made)}]"]
         names += made
@@ -117,10 +122,12 @@ class BuildExtension(build_ext):
         home = cuda_home()
         version = toolkit_version(home)
         options, names = targets(version)
+        wide_options, _ = targets(version, WIDE_FROM)
         dotted, names = "{}.{}".format(*version), " ".join(names)
         include, nccl = nccl_headers()
         if include is not None:
             options += ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
+            wide_options += options[-3:] if wide_options else []
         library, extension = self.extensions
         if self.is_built(library, extension, f"CUDA {dotted} for {names} with NCCL {nccl}"):
             return
@@ -128,12 +135,14 @@ class BuildExtension(build_ext):
         kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
         print(f"compiling with CUDA {dotted}, which takes a minute or more", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(partial(self.compile_kernels, home, options), kernels))
+            made = pool.map(partial(self.compile_kernels, home, options, wide_options), kernels)
+            objects = [made_object for made_object in made if made_object]
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
                 ("NCCLEP_ARCHITECTURES", f'"{names}"'),
                 ("NCCLEP_NCCL_VERSION", f'"{nccl}"'),
+                *([("NCCLEP_WIDE_DOMAINS", "1")] if wide_options else []),
             ]
             ext.include_dirs += [str(SOURCES), str(home / "include")]
             # Toolkits from pip have their libraries in lib/.
@@ -163,8 +172,14 @@ class BuildExtension(build_ext):
             print(f"{files[1]} is newer than its sources")
         return not self.force
 
-    def compile_kernels(self, home, options, source):
-        """Compile one .cu file to an object file, if it is older than the sources."""
+    def compile_kernels(self, home, options, wide_options, source):
+        """Compile one .cu file to an object file, if it is older than the sources.
+
+        None if it is for none of the GPUs.
+        """
+        options = wide_options if source.is_relative_to(WIDE) else options
+        if not options:
+            return None
         folder = Path(self.build_temp) / source.relative_to(ROOT).parent
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{source.stem}.cu.o"

@@ -124,6 +124,7 @@ ncclepResult_t ncclepGroupGetInfo(ncclepGroup_t group, ncclepGroupInfo_t* info) 
     found.num_bytes = of.num_bytes();
     found.was_captured = of.was_captured();
     found.growth = of.growth().c_str();
+    found.num_token_routes = of.num_token_routes();
     write(found, info, "ncclepGroupInfo_t");
   });
 }

@@ -43,13 +43,15 @@ extern "C" {
 
 /* Limits. */
 #define NCCLEP_MAX_RANKS 512
-#define NCCLEP_MAX_LOCAL_RANKS 32     /* of one NVLink domain */
-#define NCCLEP_MAX_DOMAINS 64         /* of NVLink */
-#define NCCLEP_MAX_EXPERTS 4096       /* of the group */
-#define NCCLEP_MAX_LOCAL_EXPERTS 512  /* of a rank */
-#define NCCLEP_MAX_TOKENS 65536       /* of a rank */
-#define NCCLEP_MAX_TOP_K 32           /* assignments of a token */
-#define NCCLEP_MAX_ALIGNMENT 256      /* rows */
+#define NCCLEP_MAX_LOCAL_RANKS                                                                     \
+  72                                 /* of one NVLink domain; 32 on GPUs older than sm_100, and in \
+                                        low-latency mode */
+#define NCCLEP_MAX_DOMAINS 64        /* of NVLink */
+#define NCCLEP_MAX_EXPERTS 4096      /* of the group */
+#define NCCLEP_MAX_LOCAL_EXPERTS 512 /* of a rank */
+#define NCCLEP_MAX_TOKENS 65536      /* of a rank */
+#define NCCLEP_MAX_TOP_K 32          /* assignments of a token */
+#define NCCLEP_MAX_ALIGNMENT 256     /* rows */
 #define NCCLEP_LOW_LATENCY_TOKENS 512 /* of a rank, in low-latency mode */
 #define NCCLEP_MAX_DIMS 4             /* of a tensor */
 
@@ -178,8 +180,9 @@ typedef struct {
   int was_captured;   /* whether a CUDA graph holds calls of the group */
   const char* growth; /* what grew when the windows were last made, such as "tokens 0 -> 128"; valid
                          until they are made again */
+  int num_token_routes; /* of a plan, for each token: 4 where an NVLink domain has up to 32 ranks */
 } ncclepGroupInfo_t;
-#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL}
+#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0}
 
 /* Makes a group without windows.  It does not wait for the other ranks, but all ranks make the same
  * groups in the same order. */
@@ -284,7 +287,7 @@ typedef struct {
   int64_t max_recv_rows;          /* N in static mode; 0: exact mode */
   const ncclepTensor_t* counts;   /* int64 [2 * L + 1], written: rows of each expert's block with
                                      padding, then without, then assignments dropped */
-  const ncclepTensor_t* token_routes; /* int32 [4, T], written */
+  const ncclepTensor_t* token_routes; /* int32 [num_token_routes, T], written */
   const ncclepTensor_t* routes;       /* int32 [ncclepRoutesSize(...)], written */
   int64_t max_pairs;          /* room for so many (source rank, token) with assignments here; R *
                                  most_tokens always suffices */

@@ -20,6 +20,8 @@ namespace {
 // With several domains, a rows window that would be larger is for rounds.
 constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
 
+constexpr char kWiderBuild[] = " in a build without machine code for sm_100 or newer";
+
 }  // namespace
 
 WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t row_bytes) {
@@ -27,16 +29,16 @@ WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t
   control.max_tokens = num_chunks_of(max_tokens) * kChunk;
   control.max_top_k = top_k;
   control.num_rounds = num_rounds_for(control, row_bytes, kMostRowsBytes);
-  const std::size_t control_bytes =
-      control.num_domains > 1 ? RailLayout{control}.end() : control.num_bytes();
-  return {control, row_bytes, control_bytes, rows_window_bytes(control, row_bytes)};
+  return {control, row_bytes, control_window_bytes(control), rows_window_bytes(control, row_bytes)};
 }
 
-DomainWindows windows_of_domain(const Communicator& communicator, const Window& window) {
-  DomainWindows windows{{}, communicator.rank_in_domain(0)};
+template <int kGroups>
+DomainWindowsOf<kGroups> windows_of_domain(const Communicator& communicator, const Window& window) {
+  DomainWindowsOf<kGroups> windows{{}, communicator.rank_in_domain(0)};
   std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
   return windows;
 }
+template DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
 
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
@@ -45,8 +47,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
       longest_timeout_s_(timeout_s) {
   check_group(communicator_->num_ranks(), num_experts, timeout_s);
   const int locals = communicator_->lsa_size();
-  require(locals <= kMaxLocalRanks, locals, " ranks of one NVLink domain: at most ",
-          kMaxLocalRanks);
+  require(locals <= kBuiltLocalRanks, locals, " ranks of one NVLink domain: at most ",
+          kBuiltLocalRanks, kBuiltLocalRanks < kMaxLocalRanks ? kWiderBuild : "");
   if (locals < communicator_->num_ranks()) {
     const int first = communicator_->rank() / locals * locals;
     for (int place = 0; place < locals; ++place) {
@@ -59,7 +61,7 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
   }
-  const std::string problem = device_problem();
+  const std::string problem = device_problem(control_.rank_groups());
   ensure(problem.empty(), "engine 'native': ", problem);
   try {
     allocate_state();
@@ -200,7 +202,9 @@ void Group::close() {
 void Group::settle() {
   if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
   const OwnStream stream;
-  native::settle(context(), stream.get(), *rails_);  // which ends with its deadline
+  with_context(0, [&](const auto& me) {
+    native::settle(me, stream.get(), *rails_);  // which ends with its deadline
+  });
   stream.wait("waiting for what is put to windows that close");
 }
 
@@ -234,14 +238,15 @@ std::size_t Group::num_bytes() const {
   return sum;
 }
 
-KernelContext Group::context(std::uint64_t call) const {
+template <int kGroups>
+KernelContextOf<kGroups> Group::context(std::uint64_t call) const {
   require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
           "the native group has no windows: make them before the first call, and close it last");
-  KernelContext context{};
+  KernelContextOf<kGroups> context{};
   context.control = control_;
   context.rank = communicator_->rank();
-  context.control_of = windows_of_domain(*communicator_, *control_window_);
-  context.rows_of = windows_of_domain(*communicator_, *rows_window_);
+  context.control_of = windows_of_domain<kGroups>(*communicator_, *control_window_);
+  context.rows_of = windows_of_domain<kGroups>(*communicator_, *rows_window_);
   context.dispatch_bytes = native::dispatch_bytes(control_, row_bytes_);
   context.state = state_;
   context.mailbox = mailbox_on_device_;
@@ -249,6 +254,8 @@ KernelContext Group::context(std::uint64_t call) const {
   context.call = call;
   return context;
 }
+template KernelContext Group::context(std::uint64_t call) const;
+template KernelContextOf<kMaxRankGroups> Group::context(std::uint64_t call) const;
 
 void Group::queue(std::uintptr_t stream, const std::function<void()>& launch) {
   require_open();
@@ -263,7 +270,9 @@ void Group::check_num_ctas(int num_ctas) const {
 void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
-  queue(stream, [&] { native::refuse(context(), phase, stream, rails_.get()); });
+  with_context(0, [&](const auto& me) {
+    queue(stream, [&] { native::refuse(me, phase, stream, rails_.get()); });
+  });
 }
 
 }  // namespace ncclep::native

@@ -20,6 +20,14 @@
 
 namespace ncclep::native {
 
+// Ranks of an NVLink domain for which there are kernels: those of more than a warp has lanes
+// (wide/) are built for sm_100 and newer only, whose racks have such domains (setup.py).
+#ifdef NCCLEP_WIDE_DOMAINS
+constexpr int kBuiltLocalRanks = kMaxLocalRanks;
+#else
+constexpr int kBuiltLocalRanks = kWarpSize;
+#endif
+
 // Sizes of what this rank will receive, as counted on the device.
 struct PlanSizes {
   std::int64_t num_rows, num_pairs, num_assignments;
@@ -39,7 +47,7 @@ struct Failure {
 // A plan's memory, which Python allocates, and the sizes of its contents.
 struct Plan {
   Tensor counts;        // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
-  Tensor token_routes;  // int32 [4, T]
+  Tensor token_routes;  // int32 [TokenRoutes::rows(...), T]
   int num_chunks;       // of the rank with the most tokens, or an upper bound
   int top_k;
   std::uint64_t number;  // the same on all ranks
@@ -67,7 +75,8 @@ std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
                          std::int64_t max_assignments, int num_chunks);
 
 // The addresses of an open window's peers, as kernels take them.
-DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
+template <int kGroups = 1>
+DomainWindowsOf<kGroups> windows_of_domain(const Communicator& communicator, const Window& window);
 
 // Construction, making windows and `close` are collective, and so is every call that queues work.
 // An object that is not closed lives until the process ends.  With several NVLink domains the
@@ -137,6 +146,8 @@ class Group {
   // Whether a CUDA graph has captured any call, and so the windows of that time.
   bool was_captured() const { return was_captured_; }
 
+  // Rows of a plan's token routes.
+  int num_token_routes() const { return TokenRoutes::rows(control_); }
   // Number of int32 elements of a plan's routes.
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
                            int num_chunks) const;
@@ -188,8 +199,9 @@ class Group {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // Null within one NVLink domain.
   const std::shared_ptr<network::Rails>& network() const { return network_; }
-  // The kernels' context; `call` is packed by call.h.
-  KernelContext context(std::uint64_t call = 0) const;
+  // The context of the kernels for domains of so many groups of ranks; `call` is packed by call.h.
+  template <int kGroups = 1>
+  KernelContextOf<kGroups> context(std::uint64_t call = 0) const;
   // Queues an operation with `launch`; see StreamOrder.  A graph must not run concurrently with
   // other work of the communicator's groups.
   void queue(std::uintptr_t stream, const std::function<void()>& launch);
@@ -198,6 +210,14 @@ class Group {
   void bad_low_latency(bool forget, std::uint32_t* words);
 
  private:
+  // Calls use(context) with that of the kernels for this group.
+  template <typename Use>
+  void with_context(std::uint64_t call, Use&& use) const {
+    if constexpr (kBuiltLocalRanks > kWarpSize) {
+      if (control_.rank_groups() > 1) return use(context<kMaxRankGroups>(call));
+    }
+    use(context(call));
+  }
   void allocate_state();
   // Whether a rank did not come, so that there is nobody to wait for.
   bool has_given_up() const;

@@ -32,8 +32,8 @@ int row_bytes_of(const Tensor& rows) {
   return static_cast<int>(rows.shape.at(1)) * itemsize_of(rows.dtype);
 }
 
-TokenRoutes token_routes_of(const Tensor& token_routes) {
-  return TokenRoutes::in(pointer<std::int32_t>(token_routes), token_routes.shape.at(1));
+TokenRoutes token_routes_of(const Tensor& token_routes, const Control& control) {
+  return TokenRoutes::in(pointer<std::int32_t>(token_routes), control, token_routes.shape.at(1));
 }
 
 }  // namespace
@@ -98,7 +98,7 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
   count.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   count.routed_per_expert = count.tokens_per_expert + control_.num_local();
   count.num_dropped = count.routed_per_expert + control_.num_local();
-  count.token_routes = token_routes_of(plan.token_routes);
+  count.token_routes = token_routes_of(plan.token_routes, control_);
   count.rail_routes = rail_routes(plan);
   Drop drop{};
   if (kept) {
@@ -120,15 +120,15 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     if (++ticket_ == 0) ++ticket_;
     count.ticket = ticket_;
   }
-  queue(stream, [&] {
-    // In static mode the first kernel compares the ranks' calls.
-    const KernelContext first =
-        context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
-    const KernelContext me = context();
-    if (count.ticket != 0) reached_->record(stream);
-    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
-    native::plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
-    native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
+  with_context(0, [&](const auto& me) {
+    auto first = me;  // in static mode this kernel compares the ranks' calls
+    if (is_static) first.call = call_of_plan(plan.top_k, alignment, max_recv_rows);
+    queue(stream, [&] {
+      if (count.ticket != 0) reached_->record(stream);
+      if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
+      native::plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
+      native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
+    });
   });
   return count.ticket;
 }
@@ -153,8 +153,10 @@ void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_as
                                  reinterpret_cast<cudaStream_t>(stream)),
                  "cudaMemcpyAsync");
     }
-    native::plan_receive(context(), received_routes(plan), plan_scratch(num_sms), num_sms, stream,
-                         rail_routes(plan));
+    with_context(0, [&](const auto& me) {
+      native::plan_receive(me, received_routes(plan), plan_scratch(num_sms), num_sms, stream,
+                           rail_routes(plan));
+    });
   });
 }
 
@@ -179,12 +181,14 @@ void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tens
   job.num_rows = rows.shape.at(0);
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + num_local;
-  job.token_ranks = token_routes_of(plan.token_routes).token_ranks;
+  job.token_ranks = token_routes_of(plan.token_routes, control_).token_ranks;
   job.routes = received_routes(plan);
   job.rail_routes = rail_routes(plan);
-  const KernelContext me =
-      context(call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights));
-  queue(stream, [&] { native::dispatch(me, job, num_sms, stream, rails_.get()); });
+  const std::uint64_t call =
+      call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights);
+  with_context(call, [&](const auto& me) {
+    queue(stream, [&] { native::dispatch(me, job, num_sms, stream, rails_.get()); });
+  });
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
@@ -212,7 +216,7 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
   job.num_tokens = static_cast<int>(out.shape.at(0));
   job.top_k = plan.top_k;
   job.row_bytes = row_bytes_of(y);
-  job.token_routes = token_routes_of(plan.token_routes);
+  job.token_routes = token_routes_of(plan.token_routes, control_);
   job.routes = received_routes(plan);
   if (control_.num_domains > 1) {
     job.most_tokens = plan.num_chunks * kChunk;
@@ -220,9 +224,11 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
         num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
     job.rail_routes = rail_routes(plan);
   }
-  const KernelContext me =
-      context(call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights));
-  queue(stream, [&] { native::combine(me, job, num_sms, stream, rails_.get()); });
+  const std::uint64_t call =
+      call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights);
+  with_context(call, [&](const auto& me) {
+    queue(stream, [&] { native::combine(me, job, num_sms, stream, rails_.get()); });
+  });
 }
 
 }  // namespace ncclep::native

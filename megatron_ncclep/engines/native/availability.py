@@ -233,7 +233,9 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
     except (EngineUnavailableError, LibraryError) as error:  # on all ranks
         return f"NCCL made no communicator: {error}"
     native = extension.load()
-    if communicator.lsa_size > (most := native.MAX_LOCAL_RANKS):
+    is_wide = tuple(places[0].capability) >= WIDE_COMPUTE_CAPABILITY
+    most = native.MAX_LOCAL_RANKS if is_wide else native.NARROW_LOCAL_RANKS
+    if communicator.lsa_size > most:
         return f"{communicator.lsa_size} ranks are in one NVLink domain: it takes at most {most}"
     if (domains := group.size // communicator.lsa_size) > (most := native.MAX_DOMAINS):
         return f"the ranks are in {domains} NVLink domains: it takes at most {most}"

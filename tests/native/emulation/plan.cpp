@@ -30,8 +30,8 @@ void Rows::plan(int rank, int number) {
   const bool is_static = routing.limit > 0, drops = is_static && routing.may_drop;
   put_indices(plan, routing, rank);
   plan.counts.emplace(8 * (2 * local + 1), kGarbage);
-  plan.token_routes.emplace(16 * num_tokens, kGarbage);
   KernelContext me = context(rank, is_static ? call_of(number, rank == differing) : 0);
+  plan.token_routes.emplace(4 * TokenRoutes::rows(me.control) * num_tokens, kGarbage);
   Memory scratch(4 * PlanScratch::size(me.control, kSms), kGarbage);
   Memory kept(4 * num_tokens * top_k, kGarbage);
   const PlanScratch parts(scratch.data<std::int32_t>(), me.control, kSms);
