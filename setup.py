@@ -122,27 +122,30 @@ class BuildExtension(build_ext):
         home = cuda_home()
         version = toolkit_version(home)
         options, names = targets(version)
-        wide_options, _ = targets(version, WIDE_FROM)
+        wide, _ = targets(version, WIDE_FROM)
         dotted, names = "{}.{}".format(*version), " ".join(names)
-        include, nccl = nccl_headers()
+        (include, nccl), headers = nccl_headers(), []
         if include is not None:
-            options += ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
-            wide_options += options[-3:] if wide_options else []
+            headers = ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
         library, extension = self.extensions
         if self.is_built(library, extension, f"CUDA {dotted} for {names} with NCCL {nccl}"):
             return
-        # The largest first: they take longest, and if they came last a core would be idle.
-        kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
+        # The largest first, and what includes them: they take longest, and if they came last a core
+        # would be idle.
+        kernels = sorted(
+            SOURCES.rglob("*.cu"), key=lambda path: (path.parent != WIDE, -path.stat().st_size)
+        )
+        kernels = [path for path in kernels if wide or path.parent != WIDE]
         print(f"compiling with CUDA {dotted}, which takes a minute or more", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = pool.map(partial(self.compile_kernels, home, options, wide_options), kernels)
-            objects = [made_object for made_object in made if made_object]
+            commands = [headers + (wide if path.parent == WIDE else options) for path in kernels]
+            objects = list(pool.map(partial(self.compile_kernels, home), commands, kernels))
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
                 ("NCCLEP_ARCHITECTURES", f'"{names}"'),
                 ("NCCLEP_NCCL_VERSION", f'"{nccl}"'),
-                *([("NCCLEP_WIDE_DOMAINS", "1")] if wide_options else []),
+                *([("NCCLEP_WIDE_DOMAINS", "1")] if wide else []),
             ]
             ext.include_dirs += [str(SOURCES), str(home / "include")]
             # Toolkits from pip have their libraries in lib/.
@@ -172,14 +175,8 @@ class BuildExtension(build_ext):
             print(f"{files[1]} is newer than its sources")
         return not self.force
 
-    def compile_kernels(self, home, options, wide_options, source):
-        """Compile one .cu file to an object file, if it is older than the sources.
-
-        None if it is for none of the GPUs.
-        """
-        options = wide_options if source.is_relative_to(WIDE) else options
-        if not options:
-            return None
+    def compile_kernels(self, home, options, source):
+        """Compile one .cu file to an object file, if it is older than the sources."""
         folder = Path(self.build_temp) / source.relative_to(ROOT).parent
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{source.stem}.cu.o"

@@ -308,6 +308,7 @@ void bind_descriptions(py::module_& module) {
         memory["rows"] = sizes.rows_bytes;
         memory["routes"] = 4 * routes;
         memory["rounds"] = sizes.control.num_rounds;
+        memory["token_routes"] = native::TokenRoutes::rows(sizes.control);  // int32 of a token
         return memory;
       },
       py::kw_only(), "num_ranks"_a, "num_domains"_a, "num_experts"_a, "num_tokens"_a, "top_k"_a,

@@ -184,7 +184,7 @@ class FakeExtension(Fake):
         }
         super().__init__("", **{**own, **answers})
         self.nccl = Fake("Nccl")
-        self.MAX_RANKS, self.MAX_DOMAINS = 41, 16
+        self.MAX_RANKS, self.MAX_DOMAINS = 33, 16
         self.MAX_LOCAL_RANKS, self.NARROW_LOCAL_RANKS = 40, 32
         self.MAX_EXPERTS, self.MAX_LOCAL_EXPERTS = 512, 256
 

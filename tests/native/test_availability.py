@@ -120,7 +120,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
+    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a", "sm_100"])
     monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "load", machine.extension)
@@ -327,6 +327,11 @@ def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[
     assert found == ("native", "requested by name")
     machine.lsa_size = 33
     text = "33 ranks are in one NVLink domain: it takes at most 32"
+    assert text in reasons(num_ranks, 512, **options)
+    machine.gpus = [replace(gpu, capability=(10, 0)) for gpu in machine.gpus]
+    assert text not in reasons(num_ranks, 512, **options)
+    machine.lsa_size = 41
+    text = "41 ranks are in one NVLink domain: it takes at most 40"
     assert text in reasons(num_ranks, 512, **options)
     if num_ranks > 2:
         machine.lsa_size = 1

@@ -153,16 +153,17 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
   // next one.
   struct Token {
     int token = 0;
-    RankSet ranks{};
+    std::conditional_t<kIsWide, RankSet, std::uint32_t> ranks = {};
     std::uint32_t assignments = 0, own_assignments = 0;
     int first = 0, slot = 0;
   };
+  const RankSet* const token_ranks = rank_sets(job.token_routes.token_ranks);
   WorkCounter counter(me);
   const auto find = [&] {
     Token found;
     found.token = counter.take();
     if (found.token < job.num_tokens) {
-      found.ranks = rank_sets(job.token_routes.token_ranks)[found.token];
+      found.ranks = token_ranks[found.token];
       found.assignments = job.token_routes.token_assignments[found.token];
       found.own_assignments = job.token_routes.own_assignments[found.token];
       found.first = job.token_routes.own_first[found.token];
@@ -197,14 +198,20 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     if (!__all_sync(~0u, is_here)) return false;
     // Order: parts of lower ranks, own rows, parts of higher ranks; or own rows first.
     const int own_rows = __popc(now.own_assignments);
-    const int parts_before = number_of(others & ranks_before(me.rank));
+    RankSet lower[kRankGroups];
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      lower[group] = ranks_before(group * kWarpSize + lane);
+    }
+    const RankSet lower_ranks = ranks_before(me.rank);
+    const int parts_before = number_of(others & lower_ranks);
     const bool is_own_first = !kHasParts || parts_before < 2;
     const int own_first = is_own_first ? 0 : parts_before;
 #pragma unroll
     for (int group = 0; group < kRankGroups; ++group) {
       if (!is_part[group]) continue;
-      const int rank = group * kWarpSize + lane, before = number_of(others & ranks_before(rank));
-      parts[before + (is_own_first || rank > me.rank ? own_rows : 0)] =
+      const int rank = group * kWarpSize + lane;
+      parts[number_of(others & lower[group]) + (is_own_first || rank > me.rank ? own_rows : 0)] =
           place_of_sum<NoRails>(me, job, {}, me.rank, now.token, rank);
     }
     if (lane < own_rows) {

@@ -237,16 +237,16 @@ class DomainSums {
         own_rows = routes.pair_first[pair + 1] - first;
       }
     }
-    const int source = rail_peer_in(me_, domain);
+    const int source = rail_peer_in(me_, domain), rank = local_rank(me_, lane);
     const RankSet others = ranks & ~one_rank(place);
-    bool is_here = true;
+    bool is_part[kRankGroups], is_here = true;  // of this lane's rank of each group
 #pragma unroll
-    for (int group = 0; group < kRankGroups; ++group) {  // this lane's rank of each
-      const int rank = local_rank(me_, group * kWarpSize + lane);
-      const bool is_part = word_of(others, group) >> lane & 1;
-      is_here = is_here &&
-                (!is_part || wait_for(me_, Phase::kCombine, rank,
-                                      pushed_flags<R>(me_, source, rank) + token / kChunk, epoch_));
+    for (int group = 0; group < kRankGroups; ++group) {
+      const int other = rank + group * kWarpSize;
+      is_part[group] = word_of(others, group) >> lane & 1;
+      is_here = is_here && (!is_part[group] ||
+                            wait_for(me_, Phase::kCombine, other,
+                                     pushed_flags<R>(me_, source, other) + token / kChunk, epoch_));
     }
     if (!__all_sync(~0u, is_here)) return give_up();
     // In the order of ranks; this rank's own rows first where only one part is before them.
@@ -254,10 +254,10 @@ class DomainSums {
     const int own_first = parts_before < 2 ? 0 : parts_before;
 #pragma unroll
     for (int group = 0; group < kRankGroups; ++group) {
-      if (!(word_of(others, group) >> lane & 1)) continue;
+      if (!is_part[group]) continue;
       const int other = group * kWarpSize + lane, before = number_of(others & ranks_before(other));
       parts_[before + (own_first == 0 || other > place ? own_rows : 0)] =
-          place_of_sum<R>(me_, job_, round_, source, token, local_rank(me_, other));
+          place_of_sum<R>(me_, job_, round_, source, token, rank + group * kWarpSize);
     }
     if (lane < own_rows) {
       const int slot = routes.assignment_slot[first + lane];

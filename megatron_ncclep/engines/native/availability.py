@@ -24,6 +24,8 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
+# Of GPUs with NVLink domains of more than 32, for which there are kernels of their own.
+WIDE_COMPUTE_CAPABILITY = (10, 0)
 DEFAULT_NUM_SMS = 32
 # SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs. One of our
 # CTAs takes nearly all the shared memory of its SM, so none of NCCL's fits next to it.

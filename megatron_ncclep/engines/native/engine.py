@@ -83,6 +83,8 @@ class NativeEngine(HostProtocol):
                 domains, ranks = self.nodes.count, self.nodes.ranks_on_each
                 text = f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
                 group.log_once(logging.INFO, text, text)
+        if self.nodes.ranks_on_each > extension.load().NARROW_LOCAL_RANKS:
+            self.caps = dataclasses.replace(self.caps, low_latency_tokens=0)
         super().__init__(group, num_experts, config, shared)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
