@@ -44,7 +44,7 @@ using RankSet = std::conditional_t<kIsWide, WideRankSet, std::uint32_t>;
 
 // The ranks of one group.
 template <typename Set>
-__device__ std::uint32_t word_of(const Set& ranks, [[maybe_unused]] int group) {
+__device__ std::uint32_t word_of(Set ranks, [[maybe_unused]] int group) {
   if constexpr (kIsWide)
     return ranks.words[group];
   else
@@ -75,17 +75,18 @@ __device__ Set ranks_before(int place) {
 }
 
 template <typename Set>
-__device__ bool has_rank(const Set& ranks, int place) {
+__device__ bool has_rank(Set ranks, int place) {
   if constexpr (kIsWide)
     return static_cast<bool>(ranks & one_rank(place));
   else
     return ranks >> place & 1;
 }
 
-__device__ inline int number_of(const RankSet& ranks) {
+__device__ inline int number_of(std::uint32_t ranks) { return __popc(ranks); }
+__device__ inline int number_of(const WideRankSet& ranks) {
   int number = 0;
 #pragma unroll
-  for (int group = 0; group < kRankGroups; ++group) number += __popc(word_of(ranks, group));
+  for (int group = 0; group < kMaxRankGroups; ++group) number += __popc(ranks.words[group]);
   return number;
 }
 

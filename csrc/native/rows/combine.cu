@@ -153,17 +153,16 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
   // next one.
   struct Token {
     int token = 0;
-    std::conditional_t<kIsWide, RankSet, std::uint32_t> ranks = {};
+    RankSet ranks{};
     std::uint32_t assignments = 0, own_assignments = 0;
     int first = 0, slot = 0;
   };
-  const RankSet* const token_ranks = rank_sets(job.token_routes.token_ranks);
   WorkCounter counter(me);
   const auto find = [&] {
     Token found;
     found.token = counter.take();
     if (found.token < job.num_tokens) {
-      found.ranks = token_ranks[found.token];
+      found.ranks = rank_sets(job.token_routes.token_ranks)[found.token];
       found.assignments = job.token_routes.token_assignments[found.token];
       found.own_assignments = job.token_routes.own_assignments[found.token];
       found.first = job.token_routes.own_first[found.token];
