@@ -13,7 +13,7 @@ export PYTHON
 SHELL_SCRIPTS = $(wildcard scripts/*.sh) scripts/train.slurm .ci/run
 NATIVE_SOURCES = $(shell find csrc examples tests/native -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test gpu lint types support pages site builds wheel format setup clean
+.PHONY: help train test gpu lint types support versions pages site builds wheel release format setup clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -35,10 +35,10 @@ train: $(BUILT)  ## train a small mixture-of-experts GPT on this machine's CPU
 # tests with the oldest one.
 test: $(BUILT)  ## run the tests; ARGS="-k NAME" picks some
 	scripts/fetch_vllm.sh $(VENV) || echo "no vLLM: tests/serving is left out"
-	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS))
+	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS) --ran runs/ran)
 	$(if $(ARGS),,[ ! -d $(VENV)/megatron ] || scripts/fetch_megatron.sh $(VENV))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \
-	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --megatron RELEASE)
+	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --ran runs/ran --megatron RELEASE)
 
 gpu: $(BUILT)  ## run the tests that need GPUs, into runs/gpu; ARGS="contract faults" picks parts
 	$(BIN)/python scripts/gpu.py $(ARGS)
@@ -52,6 +52,9 @@ lint: $(READY)  ## check style: Python, shell scripts, native sources
 types: $(READY)  ## check types
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
+
+versions: $(READY)  ## write docs/versions.md from what has run; `make test` and CI leave runs/ran/
+	$(BIN)/python scripts/versions.py --write $(wildcard runs/ran/*.json)
 
 support: $(BUILT)  ## write the lists of docs/support.md and tested.md from the tests
 	$(BIN)/python scripts/support.py --write
@@ -67,6 +70,9 @@ builds: $(READY)  ## compile the extension with several CUDA toolkits; ARGS="13.
 
 wheel: $(READY)  ## build the source distribution and the wheel, into dist/ or ARGS
 	PYTHON=$(BIN)/python scripts/build_wheel.sh $(ARGS)
+
+release: wheel  ## build a release's files into dist/, check them, and sort them into build/upload
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python scripts/check_wheels.py --sort-into build/upload dist
 
 format: $(READY)  ## rewrite all sources in the project's style
 	$(BIN)/ruff check --fix .

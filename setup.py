@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,8 +39,8 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 EXTENSION = "megatron_ncclep._C"
 LIBRARY = "megatron_ncclep.libncclep"
-# The kernels for NVLink domains of more than 32 GPUs, and the oldest architecture with such domains:
-# the files include those of the other kernels, so their code would double for all older ones.
+# The kernels for NVLink domains of more than 32 GPUs, and the oldest architecture that has such:
+# they are the other kernels once more, so a library for older GPUs would be twice as large.
 WIDE, WIDE_FROM = SOURCES / "native" / "wide", 100
 NCCL_VERSION = (2, 30, 7)  # of the headers, at least: what is compiled with them needs no older one
 
@@ -128,6 +129,7 @@ class BuildExtension(build_ext):
         if include is not None:
             headers = ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
         library, extension = self.extensions
+        forced = self.force
         if self.is_built(library, extension, f"CUDA {dotted} for {names} with NCCL {nccl}"):
             return
         # The largest first, and what includes them: they take longest, and if they came last a core
@@ -136,10 +138,14 @@ class BuildExtension(build_ext):
             SOURCES.rglob("*.cu"), key=lambda path: (path.parent != WIDE, -path.stat().st_size)
         )
         kernels = [path for path in kernels if wide or path.parent != WIDE]
-        print(f"compiling with CUDA {dotted}, which takes a minute or more", flush=True)
+        # Kernels know nothing of Python: wheels for several Pythons share their objects.
+        name = re.sub(r"[^\w.]+", "-", f"kernels {self.plat_name} {dotted} {names} {nccl}")
+        folder = Path(self.build_temp).parent / name.strip("-")
+        print(f"compiling {len(kernels)} files with CUDA {dotted}", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             commands = [headers + (wide if path.parent == WIDE else options) for path in kernels]
-            objects = list(pool.map(partial(self.compile_kernels, home), commands, kernels))
+            make = partial(self.compile_kernels, home, folder, forced)
+            objects = list(pool.map(make, commands, kernels))
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
@@ -175,18 +181,21 @@ class BuildExtension(build_ext):
             print(f"{files[1]} is newer than its sources")
         return not self.force
 
-    def compile_kernels(self, home, options, source):
+    def compile_kernels(self, home, folder, forced, options, source):
         """Compile one .cu file to an object file, if it is older than the sources."""
-        folder = Path(self.build_temp) / source.relative_to(ROOT).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"{source.stem}.cu.o"
-        newest = max(path.stat().st_mtime for path in [source, *SOURCES.rglob("*.*h")])
-        if not target.exists() or target.stat().st_mtime < newest or self.force:
-            command = [home / "bin" / "nvcc", "-c", source, "-o", target, "-I", SOURCES]
+        target = folder / source.relative_to(SOURCES).with_suffix(".cu.o")
+        includes = SOURCES.rglob("*.*[hu]" if source.parent == WIDE else "*.*h")
+        newest = max(path.stat().st_mtime for path in [source, *includes])
+        if forced or not target.exists() or target.stat().st_mtime < newest:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = target.with_suffix(".part.o")  # an interrupted one must not look finished
+            command = [home / "bin" / "nvcc", "-c", source, "-o", unfinished, "-I", SOURCES]
             command += ["-O3", "-std=c++17", "--compiler-options", "-fPIC,-fvisibility=hidden"]
             command += options
-            print(" ".join(map(str, command)), flush=True)
+            begin = time.monotonic()
             subprocess.run(command, check=True)
+            unfinished.replace(target)
+            print(f"{source.relative_to(ROOT)}: {time.monotonic() - begin:.0f} s", flush=True)
         return str(target)
 
 

@@ -21,7 +21,7 @@ from megatron_ncclep.benchmark import HIGH_THROUGHPUT
 from megatron_ncclep.benchmark.command import add_common_arguments, measure
 from megatron_ncclep.cli import Parser
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.error_reporting import run_told
+from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.errors import EpError, InputError
 
 NAME = "benchmarks"
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's) and return its exit status."""
     args = make_parser().parse_args(argv)
-    return run_told(NAME, lambda: run(args))
+    return run_reporting(NAME, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -163,7 +163,7 @@ class _Accumulating(Subject):
             from megatron_ncclep.integration.experts.grouped import group_experts
 
             experts = copy.copy(experts)
-            group_experts(experts, last_expert_first=True)
+            group_experts(experts, reverse_local_experts=True)
         return experts
 
     def clock(self, timer: Timer) -> Clock:
@@ -259,10 +259,11 @@ class LayerSubject(_Accumulating):
         # MoELayer's shape is [sequence, batch, hidden].
         self._x = workload.x.detach()[:, None].requires_grad_()
         self._inputs, self._grad_out = (self._x,), workload.grad_out
-        wanted = {"counts_on_device": True, "last_expert_first": True} if variant.grouped else {}
+        grouped = {"counts_on_device": True, "reverse_local_experts": True}
+        requested = grouped if variant.grouped else {}
         with excused(*variant.dispatcher.excuses):
             self._dispatcher = model.build_dispatcher(
-                variant.dispatcher, setting, workload, variant.options(max_recv_rows), **wanted
+                variant.dispatcher, setting, workload, variant.options(max_recv_rows), **requested
             )
             # The router and the weights of the shared layer.
             self._layer = copy.copy(self._shared.module)

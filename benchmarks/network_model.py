@@ -14,8 +14,8 @@ import torch
 
 from megatron_ncclep.benchmark.table import as_text, grid
 from megatron_ncclep.cli import config_files
+from megatron_ncclep.engines.native.group import tokens_of_windows
 from megatron_ncclep.engines.native.plan import HEADROOM
-from megatron_ncclep.engines.native.windows import tokens_of_windows
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.vllm import MOST_TOKENS

@@ -24,7 +24,7 @@ from benchmarks.result import KINDS, LISTS
 from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
 from megatron_ncclep.benchmark.table import same_sizes, sizes
 from megatron_ncclep.cli import Parser
-from megatron_ncclep.error_reporting import run_told
+from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.errors import InputError
 
 NAME = "benchmarks.plot"
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    return run_told(NAME, lambda: run(args))
+    return run_reporting(NAME, lambda: run(args))
 
 
 if __name__ == "__main__":

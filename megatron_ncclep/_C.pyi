@@ -49,6 +49,8 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def lsa_size(self) -> int: ...
+    @property
+    def num_domains(self) -> int: ...
     def network_problem(self) -> str: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
@@ -186,14 +188,14 @@ class GroupHandle:
     def plan(
         self,
         *,
-        topk_idx: Tensor | None,
+        topk_idx: Tensor,
         most_tokens: int,
         number: int,
         alignment: int,
         max_recv_rows: int,
-        counts: Tensor | None,
-        token_routes: Tensor | None,
-        routes: Tensor | None,
+        counts: Tensor,
+        token_routes: Tensor,
+        routes: Tensor,
         max_pairs: int,
         max_assignments: int,
         kept: Tensor | None,
@@ -202,13 +204,13 @@ class GroupHandle:
         stream: int,
     ) -> PlanHandle: ...
     def wait_for_sizes(
-        self, *, plan: PlanHandle, rows_of_expert: Tensor | None, stream: int
+        self, *, plan: PlanHandle, rows_of_expert: Tensor, stream: int
     ) -> PlanSizes | None: ...
     def plan_receive(
         self,
         *,
         plan: PlanHandle,
-        routes: Tensor | None,
+        routes: Tensor,
         max_pairs: int,
         max_assignments: int,
         num_sms: int,
@@ -218,10 +220,11 @@ class GroupHandle:
         self,
         *,
         plan: PlanHandle,
-        x: Tensor | None,
-        w: Tensor | None,
-        rows: Tensor | None,
+        tokens: Tensor,
+        topk_w: Tensor | None,
+        rows: Tensor,
         row_w: Tensor | None,
+        sums: Tensor | None,
         num_sms: int,
         stream: int,
     ) -> None: ...
@@ -229,17 +232,17 @@ class GroupHandle:
         self,
         *,
         plan: PlanHandle,
-        y: Tensor | None,
-        w: Tensor | None,
-        sums: Tensor | None,
-        out: Tensor | None,
+        tokens: Tensor,
         topk_w: Tensor | None,
+        rows: Tensor,
+        row_w: Tensor | None,
+        sums: Tensor | None,
         num_sms: int,
         stream: int,
     ) -> None: ...
     def sums_size(self, plan: PlanHandle, num_sms: int, row_bytes: int) -> int: ...
     def wait_until_idle(self) -> None: ...
-    def copy_waited_ns(self, out: Tensor | None, stream: int) -> None: ...
+    def copy_waited_ns(self, out: Tensor, stream: int) -> None: ...
     def bad_ranks(self, forget: bool) -> list[int]: ...
     def bad_low_latency(self, forget: bool) -> list[int]: ...
     def refuse(self, phase: str, stream: int) -> None: ...
@@ -270,22 +273,22 @@ class LowLatencyHandle:
     def dispatch(
         self,
         *,
-        x: Tensor | None,
+        x: Tensor,
         scales: Tensor | None,
-        topk_idx: Tensor | None,
-        weights: Tensor | None,
-        counts: Tensor | None,
+        topk_idx: Tensor,
+        weights: Tensor,
+        counts: Tensor,
         completes: bool,
         num_ctas: int,
         stream: int,
     ) -> None: ...
-    def complete_dispatch(self, *, counts: Tensor | None, stream: int) -> None: ...
+    def complete_dispatch(self, *, counts: Tensor, stream: int) -> None: ...
     def combine(
         self,
         *,
-        y: Tensor | None,
+        y: Tensor,
         rows_of: Tensor | None,
-        out: Tensor | None,
+        out: Tensor,
         sends: bool,
         completes: bool,
         num_ctas: int,
@@ -331,11 +334,11 @@ def routes_and_weights(
     too_many_experts: int,
     topk_idx: Tensor,
     weights: Tensor,
-    block: int,
+    experts_per_block: int,
     stream: int,
 ) -> None: ...
 def probs_gradient(
-    topk_idx: Tensor, grad_weights: Tensor, grad_probs: Tensor, block: int, stream: int
+    topk_idx: Tensor, grad_weights: Tensor, grad_probs: Tensor, experts_per_block: int, stream: int
 ) -> None: ...
 def pack_messages(
     rows: Tensor,

@@ -25,17 +25,13 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import EpError
 
 
-def run_told(command: str, call: Callable[[], int]) -> int:
+def run_reporting(command: str, call: Callable[[], int]) -> int:
     """Return the result of `call`, or 2, with a line on stderr, if it raises an EpError.
 
     The same happens, after the traceback, when one of the script's own collectives fails because a
     rank has died: that error says that a connection ended, but not whose.  A stdout on a full disk
     is reported too; if stdout's reader has gone, the command ends silently, as SIGPIPE would end
     it.  Every other exception goes to the caller.
-
-    Args:
-        command: the command's name, for the line.
-        call: runs the command.
     """
     try:
         return call()
@@ -78,7 +74,7 @@ def _is_of_stdout(error: OSError) -> bool:
 
 @functools.cache
 def install_excepthook() -> None:
-    """Report errors as `run_told` does, for scripts that are run without it.
+    """Report errors as `run_reporting` does, for scripts that are run without it.
 
     The report is in torchrun's summary, and in the last line of a rank whose own collective failed
     because another rank has died.  Traceback and exit status do not change.
@@ -125,11 +121,7 @@ def _report(command: str, summary: str, text: str) -> None:
 
 
 def first_report(folder: Path) -> str | None:
-    """What the first rank to report an error to torchrun said, in a line; None if none did.
-
-    Args:
-        folder: torchrun's `--log-dir`, which has the reports of one job.
-    """
+    """What the first rank to report an error to torchrun said, in a line; None if none did."""
     reports = folder.rglob("error.json")
     first = min(reports, key=lambda path: path.stat().st_mtime_ns, default=None)
     if first is None:

@@ -19,6 +19,7 @@ from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks import group as groups
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 _NAME = "metrics"
 
@@ -124,17 +125,11 @@ class _Exchanged:
     done: torch.cuda.Event | None
 
 
-class Metrics:
+class Metrics(Resource):
     """The counters of a group's layers, and their exchange."""
 
     def __init__(self, group: EpGroup, interval: int, timeout_s: float) -> None:
-        """Not collective.
-
-        Args:
-            group: the ranks.
-            interval: steps between two exchanges; the same on all ranks.
-            timeout_s: deadline of the exchange, on a CPU.
-        """
+        """Not collective."""
         self._group, self._interval, self._timeout_s = group, interval, timeout_s
         # Counters with weak references to their owners.  Every rank always has equally many.
         self._layers: list[tuple[weakref.ref[Any], LayerCounts]] = []
@@ -149,7 +144,7 @@ class Metrics:
         Raises:
             InputError: on every rank, when another layer of the group has another interval.
         """
-        metrics = group.share(_NAME, lambda: cls(group, interval, timeout_s))
+        metrics = group.resources.share(_NAME, lambda: cls(group, interval, timeout_s))
         if metrics._interval != interval:
             raise InputError(
                 f"metrics_interval {interval}: other layers of the expert-parallel group have "
@@ -175,7 +170,7 @@ class Metrics:
         if self._layers:
             here = torch.tensor([owner() is not None for owner, _ in self._layers])
             what = "open, exchanging the list of layers"
-            everywhere = self._group.gather(here, what, self._timeout_s).all(dim=0).tolist()
+            everywhere = self._group.hosts.gather(here, what, self._timeout_s).all(dim=0).tolist()
             self._layers = [
                 layer for layer, stays in zip(self._layers, everywhere, strict=True) if stays
             ]
@@ -203,9 +198,6 @@ class Metrics:
             known.append(self._interval_of(self._under_way.popleft()))
         return known
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
     def _exchange(self) -> _Exchanged:
         group, before = self._group, self._waited_ns
         self._waited_ns = group.waited_ns()
@@ -213,13 +205,15 @@ class Metrics:
         all_ranks = mine.new_empty(group.size, len(mine))
         into = list(all_ranks.unbind())
         if not mine.is_cuda:
-            group.wait(
+            group.torch.wait(
                 lambda torch_group: dist.all_gather(into, mine, group=torch_group, async_op=True),
                 "exchanging metrics",
                 self._timeout_s,
             )
             return _Exchanged(all_ranks, None)
-        dist.all_gather(into, mine, group=group.process_group)  # the stream waits, not the host
+        dist.all_gather(
+            into, mine, group=group.torch.process_group
+        )  # the stream waits, not the host
         on_host = torch.empty(all_ranks.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(all_ranks, non_blocking=True)
         done = torch.cuda.Event()

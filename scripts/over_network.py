@@ -125,7 +125,7 @@ def cases() -> list[Case]:
         for grid in (pairs, square)
     ]
     put = [Case("put", grid, links[0], ()) for grid in (pairs, square)]
-    rounds = [Case("rounds", pairs, 25.0, tuple(ROUNDS), samples=8)]
+    rounds = [Case("rounds", grid, 25.0, tuple(ROUNDS), samples=8) for grid in (pairs, square)]
     return [*ht, *hierarchical, *ll, *put, *rounds]
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -53,7 +53,7 @@ def kernel_times_us() -> list[float]:
 def main() -> None:
     """Be a rank."""
     folder = Path(sys.argv[1])
-    place.use_gpu(int(os.environ["LOCAL_RANK"]))
+    topology.use_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(seconds=2 * TIMEOUT_S))
     try:
         mine, every = kernel_times_us(), [list[float]()] * dist.get_world_size()

@@ -39,7 +39,7 @@ from megatron_ncclep.engines import ENGINES  # noqa: E402
 
 # Document -> the lists in it.
 DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
-MARK = "<!-- {} by make support: {} -->"
+MARK = "<!-- {} by {}: {} -->"
 PLACES = ("a CPU", "one GPU", "several GPUs")
 # How a result was compared, from the strictest on.
 STRICTNESS = ("bits", "rounding", "behaviour")
@@ -281,14 +281,15 @@ def lists(collector: Collector) -> dict[str, str]:
     }
 
 
-def updated(document: str, generated: dict[str, str]) -> str:
+def updated(document: str, generated: dict[str, str], by: str = "make support") -> str:
     """The document with the lists in their places, each between two comments that name it.
 
     Raises:
         ValueError: a place is missing.
     """
     for name, lines in generated.items():
-        begin, end = MARK.format("written", name), MARK.format("end of what is written", name)
+        begin = MARK.format("written", by, name)
+        end = MARK.format("end of what is written", by, name)
         if document.count(begin) != 1 or document.count(end) != 1:
             raise ValueError(f"the document needs these two lines, once: {begin} {end}")
         before, _, rest = document.partition(begin)

@@ -12,28 +12,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract_cases import caps_of, contract_cases, for_engine
-from fixtures import closed
-from imports import import_dynamo
-from left_out import (  # noqa: F401  (hooks of pytest)
+from deselect import (  # noqa: F401  (hooks of pytest)
     leave_out,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from fixtures import closed
+from imports import import_dynamo
 from megatron_versions import INSTALLED, put_first
 from network.option import add_network_option, use_network
 from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
-from patience import PatientPool
 from processes import LOCAL_RANKS
+from ran import add_ran_option, recorder
 from rank_pool import RankPool
 from small_job import Trainer
+from timeouts import PatientPool
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.libraries import search
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+# What takes longest begins first: a process that got it last would be alone with it.  tests/cluster
+# waits for Slurm, minutes without work.
+LONGEST = ("cluster", "integration", "native", "test_doc_commands.py", "benchmark", "training")
 
 
 MARKERS = """
@@ -71,6 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --backend nccl: as how many hosts the largest --ranks appear (default: 1)",
     )
     add_network_option(add)
+    add_ran_option(add)
     add(
         "--engine",
         action="append",
@@ -105,6 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--iterations: must be at least 1")
     if lists_only(config):
         return
+    if (plugin := recorder(config)) is not None:
+        config.pluginmanager.register(plugin)
     over, hosts = config.getoption("--backend"), config.getoption("--hosts")
     check_options(chosen_engines(config), chosen_ranks(config), over, hosts)
     if over == "nccl":
@@ -150,11 +157,11 @@ def check_options(engine_names: list[str], ranks: list[int], backend: str, hosts
             "than one --backend must be nccl"
         )
     if backend == "nccl" and ranks[-1] > torch.cuda.device_count():
-        os.environ[place.ENABLE] = "1"
-        if torch.cuda.device_count() == 0 or not place.may_share_gpu():
+        os.environ[topology.ENABLE] = "1"
+        if torch.cuda.device_count() == 0 or not topology.may_share_gpu():
             raise pytest.UsageError(
                 f"--backend nccl: {ranks[-1]} ranks on {torch.cuda.device_count()} GPU(s) with "
-                f"NCCL {search.find_nccl()}: {place.HOW_TO_SHARE}"
+                f"NCCL {search.find_nccl()}: {topology.HOW_TO_SHARE}"
             )
 
 
@@ -166,10 +173,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    # Those wait for Slurm, minutes without work: the other process has all the others meanwhile.
-    items.sort(key=lambda item: "cluster" not in item.path.parts)
     if lists_only(config):
         return
+    items.sort(key=lambda item: (*LONGEST, room := room_of(item.nodeid)).index(room))
     reasons = {item: reason_to_leave_out(config, item) for item in items}
     leave_out(config, items, {item: why for item, why in reasons.items() if why is not None})
 
@@ -223,10 +229,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = Path(nodeid.partition("::")[0])
-            return path.parts[1] if len(path.parts) > 2 else path.parts[0]
+            return room_of(nodeid)
 
+    config.option.loadscopereorder = False  # by numbers of tests
     return Scheduling(config, log)
+
+
+def room_of(nodeid: str) -> str:
+    """The folder of tests/ that a test is in, or its module."""
+    return Path(nodeid.partition("::")[0]).parts[1]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

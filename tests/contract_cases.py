@@ -11,8 +11,8 @@ import os
 
 import torch
 from oracle import oracle_rows_limit
-from patience import patient
 from processes import LOCAL_RANKS
+from timeouts import patient
 
 from megatron_ncclep import envs
 from megatron_ncclep.benchmark.cases import Case, ignored_options, refusal

@@ -87,7 +87,13 @@ class ForkServer:
             }
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             processes = self._receive(timeout)
-            codes = self._receive(timeout)
+            try:
+                codes = self._receive(timeout)
+            except (
+                BaseException
+            ):  # pytest is interrupted: ranks that hang would keep `close` waiting
+                kill_sessions(processes, signal.SIGKILL)
+                raise
             hung: list[int] = []
             for number in (signal.SIGABRT, signal.SIGKILL):  # the first has stacks written
                 if codes is None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from patience import patient
 from rank_pool import pretend_host
+from timeouts import patient
 
 from megatron_ncclep.ranks import launch
 from megatron_ncclep.ranks.launch import RankContext, loopback_store, variables

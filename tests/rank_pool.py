@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.launch import (
     RankContext,
     collect,
@@ -47,7 +47,7 @@ class RankPool:
     must not use CUDA.
 
     With the backend nccl, ranks share GPUs if there are fewer GPUs and NCCL allows it
-    (`megatron_ncclep.ranks.place.use_gpu`).  With `hosts` above 1, NCCL and this package treat the
+    (`ranks.topology.use_gpu`).  With `hosts` above 1, NCCL and this package treat the
     ranks as being on that many hosts, with an equal number of neighbours on each.
     """
 
@@ -250,7 +250,7 @@ def _be_rank(size: int, backend: str, pipe: Connection) -> None:
 
 def pretend_host(rank: int, ranks_on_each: int) -> None:
     """Make this rank's process appear on one of several hosts; call before it uses NCCL."""
-    os.environ[place.HOST_ID] = f"host{rank // ranks_on_each}"
+    os.environ[topology.HOST_ID] = f"host{rank // ranks_on_each}"
 
 
 def answer_jobs(

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from fork_server import ForkServer
 from imports import import_megatron_on_cpu
-from patience import patient
+from timeouts import patient
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

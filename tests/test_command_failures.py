@@ -17,11 +17,11 @@ import pytest
 import torch
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep import cli, envs
 from megatron_ncclep.engines import AUTO, ENGINES
-from megatron_ncclep.error_reporting import install_excepthook, run_told
+from megatron_ncclep.error_reporting import install_excepthook, run_reporting
 from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
 
@@ -42,7 +42,7 @@ def raise_it(error: Exception) -> int:
 
 
 def test_own_errors_are_a_line_and_the_summary(error_file: Path, capfd) -> None:
-    assert run_told("ncclep x", lambda: raise_it(PeerError("rank 1 has died"))) == 2
+    assert run_reporting("ncclep x", lambda: raise_it(PeerError("rank 1 has died"))) == 2
     assert capfd.readouterr().err == "ncclep x: rank 3: error: rank 1 has died\n"
     message = json.loads(error_file.read_text())["message"]
     assert message["extraInfo"]["py_callstack"] == "PeerError: rank 1 has died"
@@ -50,7 +50,7 @@ def test_own_errors_are_a_line_and_the_summary(error_file: Path, capfd) -> None:
 
 def test_other_errors_go_on_and_stand_in_the_summary(error_file: Path) -> None:
     with pytest.raises(KeyError):
-        run_told("ncclep x", lambda: raise_it(KeyError("theirs")))
+        run_reporting("ncclep x", lambda: raise_it(KeyError("theirs")))
     text = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
     assert text.startswith("Traceback")
     assert text.endswith("KeyError: 'theirs'\n")
@@ -115,7 +115,7 @@ from megatron_ncclep.error_reporting import install_excepthook
 dist.init_process_group("gloo")
 if "alone" in sys.argv:
     install_excepthook()  # as the first layer does
-EpGroup.of(dist.group.WORLD).agree("plan", {}, None, 60.0)
+EpGroup.of(dist.group.WORLD).hosts.agree("plan", {}, None, 60.0)
 if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(1))
@@ -149,9 +149,9 @@ def test_a_dead_rank_is_named_where_a_collective_of_the_script_fails(
     lines = survivor.output.splitlines()
     assert "in all_reduce" in survivor.output, survivor.output  # the script's own traceback
     # Without shared memory no rank learns what became of another.
-    is_told = extension.unavailable_reason() is None
-    assert survivor.exit_code == (2 if how == "ncclep run" and is_told else 1)
-    if not is_told:
+    is_reported = extension.unavailable_reason() is None
+    assert survivor.exit_code == (2 if how == "ncclep run" and is_reported else 1)
+    if not is_reported:
         return
     name = "ncclep" if how == "alone" else how
     assert re.match(
@@ -173,7 +173,7 @@ def test_what_a_dead_rank_s_collective_held_is_never_freed(capfd, monkeypatch) -
         held.append(weakref.ref(tensor))
         raise RuntimeError("Connection closed by peer")
 
-    assert run_told("ncclep x", all_reduce) == 2
+    assert run_reporting("ncclep x", all_reduce) == 2
     assert "rank 1 has died; look at the other ranks' output. Connection" in capfd.readouterr().err
     gc.collect()
     assert held[0]() is not None
@@ -182,9 +182,9 @@ def test_what_a_dead_rank_s_collective_held_is_never_freed(capfd, monkeypatch) -
 def test_without_torchrun_there_is_no_rank_and_no_file(capfd, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert run_told("ncclep x", lambda: raise_it(InputError("wrong"))) == 2
+    assert run_reporting("ncclep x", lambda: raise_it(InputError("wrong"))) == 2
     assert capfd.readouterr().err == "ncclep x: error: wrong\n"
-    assert run_told("ncclep x", lambda: 5) == 5
+    assert run_reporting("ncclep x", lambda: 5) == 5
 
 
 def test_what_megatron_appends_reads_well() -> None:

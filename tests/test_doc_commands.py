@@ -24,7 +24,7 @@ import pytest
 import small_job
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
+from timeouts import patient
 
 import benchmarks.__main__ as benchmarks
 from megatron_ncclep.cli import COMMANDS

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import patient
+from timeouts import patient
 
 import megatron_ncclep
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
+from timeouts import patient
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -12,7 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep.libraries import extension
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep.cli import config_files, render
 from megatron_ncclep.errors import InputError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep.version import __version__
 
@@ -27,7 +27,13 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 TYPES = ("megatron_ncclep/py.typed", "megatron_ncclep/_C.pyi")
 # What a package is built of.
 FOLDERS = ("megatron_ncclep", "configs", "csrc", "examples")
-FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "NOTICE")
+# And what `make test` needs besides.
+OF_TESTS = ("benchmarks", "constraints", "docs", "scripts", "tests", ".ci", ".github")
+MORE = (
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "RELEASE.md", "REUSE.toml"),
+    "mkdocs.yml",
+)
 # This Python's extension and the C library, as the set-up has built them.
 EXTENSIONS = sorted(
     path
@@ -70,9 +76,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "copy"
     leave_out = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in FOLDERS:
+    for name in (*FOLDERS, *OF_TESTS):
         shutil.copytree(ROOT / name, copy / name, ignore=leave_out)
-    for name in FILES:
+    for name in (*FILES, *MORE):
         shutil.copy2(ROOT / name, copy)
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder]
     # On a machine without a toolkit csrc/ has to be in it as well.
@@ -98,19 +104,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_the_source_distribution_is_complete(built: Built):
-    """What the wheel is built of, and nothing that this machine has built."""
+    """What the wheel is built of and `make test` needs, and nothing that this machine has built.
+
+    It lacked the tests: a packager could not try what was built.
+    """
     held = {
         path.relative_to(built.tree).as_posix() for path in built.tree.rglob("*") if path.is_file()
     }
     held = {name for name in held if not name.startswith(("build/", "megatron_ncclep.egg-info/"))}
     sources = {
         path.relative_to(ROOT).as_posix()
-        for folder in ("csrc", "configs", "examples")
+        for folder in ("csrc", "configs", "examples", *OF_TESTS)
         for path in (ROOT / folder).rglob("*")
-        if path.is_file()
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    declared = {"pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "README.md", "LICENSE"}
-    assert held == {*MODULES, *sources, *declared, *TYPES, "PKG-INFO"}
+    assert held == {*MODULES, *sources, *FILES, *MORE, *TYPES, "setup.cfg", "PKG-INFO"}
 
 
 def test_the_wheel_is_complete(built: Built):
@@ -120,11 +128,20 @@ def test_the_wheel_is_complete(built: Built):
         metadata = {name.split("/")[-1] for name in names - held}
         (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
         declared = archive.read(entry_points).decode()
+        (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        described = archive.read(about).decode().partition("\n\n")[0]
     configs = {f"megatron_ncclep/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*/*.yaml")}
     compiled = {path.relative_to(ROOT).as_posix() for path in EXTENSIONS}
     header = "megatron_ncclep/include/ncclep.h"
     assert held == {*MODULES, *configs, *compiled, header, *TYPES}
-    assert "LICENSE" in metadata
+    assert {"LICENSE", "NOTICE"} <= metadata
+    for line in (
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.10",
+        "Requires-Dist: torch",
+    ):
+        assert f"\n{line}" in described
+    assert described.count("\nProject-URL: ") >= 3
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared
     assert "ncclep = megatron_ncclep.vllm:register" in declared

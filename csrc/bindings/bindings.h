@@ -18,11 +18,8 @@ inline void raise_signals() {
 // The host exchange, NCCL and libnccl_ep: libraries.cpp.
 void bind_libraries(pybind11::module_& module);
 
-// The native engine's groups, plans and steps: native.cpp.
+// The native engine's groups, plans and steps, and its low-latency mode: native.cpp.
 void bind_native(pybind11::module_& module);
-
-// Its low-latency mode: low_latency.cpp.
-void bind_low_latency(pybind11::module_& module);
 
 // Kernels and copies without a group, for routes, messages and measurements: kernels.cpp.
 void bind_kernels(pybind11::module_& module);

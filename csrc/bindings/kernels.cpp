@@ -30,10 +30,10 @@ char* pointer(std::uintptr_t number) { return reinterpret_cast<char*>(number); }
 // of the same dtype.
 void require_assignments(const char* call, const Tensor& topk_idx, const Tensor& of_assignments,
                          const Tensor& of_experts) {
-  require(topk_idx.dtype == DType::kInt64 && topk_idx.shape.size() == 2 &&
-              of_assignments.shape == topk_idx.shape,
-          call, " needs int64 [T, K], and one number [T, K] for each assignment");
-  require(of_experts.shape.size() == 2 && of_experts.shape[0] == topk_idx.shape[0] &&
+  require(
+      topk_idx.dtype == ncclepInt64 && topk_idx.ndim == 2 && of_assignments.has_shape_of(topk_idx),
+      call, " needs int64 [T, K], and one number [T, K] for each assignment");
+  require(of_experts.ndim == 2 && of_experts.shape[0] == topk_idx.shape[0] &&
               of_experts.dtype == of_assignments.dtype && itemsize_of(of_experts.dtype) > 1,
           call, " needs numbers [T, E] and [T, K] of one dtype of 2, 4 or 8 bytes");
   // There is one warp per token, and the kernels count experts and assignments in int.
@@ -42,33 +42,33 @@ void require_assignments(const char* call, const Tensor& topk_idx, const Tensor&
   }
 }
 
-// Checks that the experts of [T, E] divide evenly into blocks of `block`.
-void require_block(const char* call, const Tensor& of_experts, int block) {
-  require(block > 0 && of_experts.shape[1] % block == 0, call, ": blocks of ", block,
-          " experts must divide all experts evenly");
+// Checks that the experts of [T, E] divide evenly into blocks of `experts_per_block`.
+void require_block(const char* call, const Tensor& of_experts, int experts_per_block) {
+  require(experts_per_block > 0 && of_experts.shape[1] % experts_per_block == 0, call,
+          ": blocks of ", experts_per_block, " experts must divide all experts evenly");
 }
 
 void bind_routes(py::module_& module) {
   module.def(
       "routes_and_weights",
       [](const Tensor& routing_map, const Tensor& probs, std::int64_t not_routed,
-         std::int64_t too_many_experts, const Tensor& topk_idx, const Tensor& weights, int block,
-         std::uintptr_t stream) {
-        require(routing_map.dtype == DType::kUint8 && routing_map.shape.size() == 2,
+         std::int64_t too_many_experts, const Tensor& topk_idx, const Tensor& weights,
+         int experts_per_block, std::uintptr_t stream) {
+        require(routing_map.dtype == ncclepUint8 && routing_map.ndim == 2,
                 "routes_and_weights needs a bool map [T, E]");
         require_assignments("routes_and_weights", topk_idx, weights, probs);
         require(not_routed < 0 && too_many_experts < 0,
                 "routes_and_weights needs negative values for not_routed and too_many_experts");
-        require(probs.shape == routing_map.shape,
+        require(probs.has_shape_of(routing_map),
                 "routes_and_weights needs probabilities of the map's shape");
-        require_block("routes_and_weights", probs, block);
+        require_block("routes_and_weights", probs, experts_per_block);
         routes::RoutesAndWeights job;
         job.routing_map = static_cast<const std::uint8_t*>(routing_map.data);
         job.probs = probs.data;
         job.num_tokens = probs.shape[0];
         job.num_experts = static_cast<int>(probs.shape[1]);
         job.top_k = static_cast<int>(topk_idx.shape[1]);
-        job.block = block;
+        job.experts_per_block = experts_per_block;
         job.itemsize = itemsize_of(probs.dtype);
         job.not_routed = not_routed;
         job.too_many_experts = too_many_experts;
@@ -77,25 +77,25 @@ void bind_routes(py::module_& module) {
         routes::routes_and_weights(job, stream);
       },
       "routing_map"_a, "probs"_a, "not_routed"_a, "too_many_experts"_a, "topk_idx"_a, "weights"_a,
-      "block"_a, "stream"_a);
+      "experts_per_block"_a, "stream"_a);
   module.def(
       "probs_gradient",
-      [](const Tensor& topk_idx, const Tensor& grad_weights, const Tensor& grad_probs, int block,
-         std::uintptr_t stream) {
+      [](const Tensor& topk_idx, const Tensor& grad_weights, const Tensor& grad_probs,
+         int experts_per_block, std::uintptr_t stream) {
         require_assignments("probs_gradient", topk_idx, grad_weights, grad_probs);
-        require_block("probs_gradient", grad_probs, block);
+        require_block("probs_gradient", grad_probs, experts_per_block);
         routes::ProbsGradient job;
         job.topk_idx = static_cast<const std::int64_t*>(topk_idx.data);
         job.grad_weights = grad_weights.data;
         job.num_tokens = grad_probs.shape[0];
         job.num_experts = static_cast<int>(grad_probs.shape[1]);
         job.top_k = static_cast<int>(topk_idx.shape[1]);
-        job.block = block;
+        job.experts_per_block = experts_per_block;
         job.itemsize = itemsize_of(grad_probs.dtype);
         job.grad_probs = grad_probs.data;
         routes::probs_gradient(job, stream);
       },
-      "topk_idx"_a, "grad_weights"_a, "grad_probs"_a, "block"_a, "stream"_a);
+      "topk_idx"_a, "grad_weights"_a, "grad_probs"_a, "experts_per_block"_a, "stream"_a);
 }
 
 void bind_network_rows(py::module_& module) {
@@ -126,7 +126,7 @@ void bind_bench(py::module_& module) {
         require(direction == "push" || direction == "pull", "direction '", direction,
                 "': must be push or pull");
         for (const Tensor* rows : {&peer_of_row, &peer_row}) {
-          require(num_rows >= 0 && rows->dtype == DType::kInt32 && rows->num_elements() >= num_rows,
+          require(num_rows >= 0 && rows->dtype == ncclepInt32 && rows->num_elements() >= num_rows,
                   "copy_rows needs int32 [num_rows] for each row's place");
         }
         require(!peers.empty(), "copy_rows needs the addresses of peers");
@@ -147,7 +147,7 @@ void bind_bench(py::module_& module) {
   module.def(
       "stamp",
       [](const Tensor& times, int index, std::uintptr_t stream) {
-        require(times.dtype == DType::kInt64, "stamps are int64");
+        require(times.dtype == ncclepInt64, "stamps are int64");
         require(0 <= index && index < times.num_elements(), "there is no stamp ", index);
         bench::stamp(static_cast<std::int64_t*>(times.data) + index, stream);
       },

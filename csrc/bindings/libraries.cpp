@@ -85,6 +85,7 @@ void bind_nccl(py::module_& module) {
       .def_property_readonly("num_ranks", &Communicator::num_ranks)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("lsa_size", &Communicator::lsa_size)
+      .def_property_readonly("num_domains", &Communicator::num_domains)
       .def("network_problem",
            [](const Communicator& communicator) { return network::problem(communicator); })
       .def("close", &Communicator::close, Unlocked())

@@ -41,6 +41,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("build_info", &build_info);
   ncclep::bindings::bind_libraries(module);
   ncclep::bindings::bind_native(module);
-  ncclep::bindings::bind_low_latency(module);
   ncclep::bindings::bind_kernels(module);
 }

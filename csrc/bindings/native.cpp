@@ -1,12 +1,19 @@
-// The native engine's groups, plans and steps, over the C interface.
+// The native engine's groups, plans and steps, and its low-latency mode.
+//
+// Calls fill the C interface's structs, and call what that interface calls.
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
+#include <vector>
 
-#include "bindings/c_calls.h"
-#include "native/host/call.h"
+#include "bindings/bindings.h"
+#include "bindings/tensor_caster.h"
+#include "native/host/call_signature.h"
 #include "native/host/checks.h"
+#include "native/host/group.h"
+#include "native/low_latency/host.h"
 #include "native/rows/cta_roles.h"
 
 using namespace py::literals;
@@ -14,103 +21,87 @@ using namespace py::literals;
 namespace ncclep::bindings {
 namespace {
 
-class Plan {
- public:
-  explicit Plan(ncclepPlan_t plan) : plan_(plan) {}
-  ~Plan() { ncclepPlanDestroy(plan_); }
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
-  ncclepPlan_t get() const { return plan_; }
-
- private:
-  ncclepPlan_t plan_;
-};
-
+using native::Group;
+using native::LowLatency;
+using native::Plan;
+using OptionalTensor = std::optional<Tensor>;
 // Held so that pybind11 refuses an object that was never initialised.
 using PlanPointer = std::shared_ptr<Plan>;
 
-ncclepShape_t shape_of(int num_tokens, int top_k, std::size_t row_bytes) {
-  ncclepShape_t shape = NCCLEP_SHAPE_INIT;
-  shape.num_tokens = num_tokens;
-  shape.top_k = top_k;
-  shape.row_bytes = row_bytes;
-  return shape;
+const ncclepTensor_t* address(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
+
+void* address(std::uintptr_t stream) { return reinterpret_cast<void*>(stream); }
+
+std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintptr_t>(address); }
+
+// Has Python's `gather(mine, what, timeout_s)` answer, for as long as the call that it is for.
+native::AllGather all_gather_of(const py::function& gather, const Group& group) {
+  return [&](const void* mine, std::size_t num_bytes, void* all, const char* what) {
+    const py::gil_scoped_acquire locked;
+    const py::bytes received =
+        gather(py::bytes(static_cast<const char*>(mine), num_bytes), what, group.timeout());
+    const std::string_view theirs = received;
+    const std::size_t expected = group.communicator()->num_ranks() * num_bytes;
+    require(theirs.size() == expected, "all_gather returned ", theirs.size(), " bytes: ", expected,
+            " were expected");
+    std::memcpy(all, theirs.data(), expected);
+  };
 }
 
-PlanPointer make_plan(const Group& group, const Passed& topk_idx, int most_tokens,
-                      std::uint64_t number, int alignment, std::int64_t max_recv_rows,
-                      const Passed& counts, const Passed& token_routes, const Passed& routes,
-                      std::int64_t max_pairs, std::int64_t max_assignments, const Passed& kept,
-                      const Passed& lacked, int num_sms, std::uintptr_t stream) {
-  ncclepPlanConfig_t config = NCCLEP_PLAN_CONFIG_INIT;
-  config.topk_idx = topk_idx;
-  config.most_tokens = most_tokens;
-  config.number = number;
-  config.alignment = alignment;
-  config.max_recv_rows = max_recv_rows;
-  config.counts = counts;
-  config.token_routes = token_routes;
-  config.routes = routes;
-  config.max_pairs = max_pairs;
-  config.max_assignments = max_assignments;
-  config.kept = kept;
-  config.lacked = lacked;
-  config.num_sms = num_sms;
-  config.stream = pointer(stream);
-  ncclepPlan_t plan = nullptr;
-  check(ncclepPlanCreate(&plan, group.get(), &config));
-  return std::make_shared<Plan>(plan);
+// What has grown, such as "tokens 0 -> 128"; None when the windows were large enough.
+std::optional<std::string> reserve(Group& group, int num_tokens, int top_k, std::size_t row_bytes,
+                                   std::uintptr_t stream, const py::function& all_gather) {
+  const ncclepShape_t shape{sizeof(shape), num_tokens, top_k, row_bytes};
+  const std::size_t num_bytes = group.num_bytes();
+  {
+    const py::gil_scoped_release unlocked;
+    group.reserve(shape, stream, all_gather_of(all_gather, group));
+  }
+  if (group.num_bytes() == num_bytes) return std::nullopt;
+  return group.info().growth;
 }
 
-// None when the plan has failed on the device.
-std::optional<ncclepPlanSizes_t> wait_for_sizes(const Group& group, const PlanPointer& plan,
-                                                const Passed& rows_of_expert,
-                                                std::uintptr_t stream) {
-  ncclepPlanSizes_t sizes = NCCLEP_PLAN_SIZES_INIT;
-  const ncclepResult_t result =
-      ncclepPlanWait(plan->get(), group.get(), rows_of_expert, pointer(stream), &sizes);
-  if (result == ncclepRemoteError) return std::nullopt;
-  check(result);
-  return sizes;
+// Whether the windows are large enough; None when the group has failed.
+std::optional<bool> begin(Group& group, double timeout_s, int num_tokens, int top_k,
+                          std::size_t row_bytes) {
+  group.set_timeout(timeout_s);
+  if (group.failure().reason != ncclepReasonNone) return std::nullopt;
+  return group.fits({sizeof(ncclepShape_t), num_tokens, top_k, row_bytes});
 }
 
-using Step = ncclepResult_t (*)(ncclepGroup_t, ncclepPlan_t, const ncclepRows_t*);
-
-void move_rows(Step step, const Group& group, const PlanPointer& plan, const Passed& tokens,
-               const Passed& topk_w, const Passed& rows, const Passed& row_w, const Passed& sums,
-               int num_sms, std::uintptr_t stream) {
-  ncclepRows_t given = NCCLEP_ROWS_INIT;
-  given.tokens = tokens;
-  given.topk_w = topk_w;
-  given.rows = rows;
-  given.row_w = row_w;
-  given.sums = sums;
-  given.num_sms = num_sms;
-  given.stream = pointer(stream);
-  check(step(group.get(), plan->get(), &given));
+PlanPointer plan(Group& group, const Tensor& topk_idx, int most_tokens, std::uint64_t number,
+                 int alignment, std::int64_t max_recv_rows, const Tensor& counts,
+                 const Tensor& token_routes, const Tensor& routes, std::int64_t max_pairs,
+                 std::int64_t max_assignments, const OptionalTensor& kept,
+                 const OptionalTensor& lacked, int num_sms, std::uintptr_t stream) {
+  return std::make_shared<Plan>(
+      group.plan({sizeof(ncclepPlanConfig_t), &topk_idx, most_tokens, number, alignment,
+                  max_recv_rows, &counts, &token_routes, &routes, max_pairs, max_assignments,
+                  address(kept), address(lacked), num_sms, address(stream)}));
 }
 
-std::optional<ncclepFailure_t> failure_of(const Group& group) {
-  ncclepFailure_t failure = NCCLEP_FAILURE_INIT;
-  if (group.get() == nullptr) return std::nullopt;
-  check(ncclepGroupGetFailure(group.get(), &failure));
-  if (failure.reason == ncclepReasonNone) return std::nullopt;
-  return failure;
+using Step = void (Group::*)(const Plan&, const ncclepRows_t&);
+
+template <Step kStep>
+void move_rows(Group& group, const PlanPointer& plan, const Tensor& tokens,
+               const OptionalTensor& topk_w, const Tensor& rows, const OptionalTensor& row_w,
+               const OptionalTensor& sums, int num_sms, std::uintptr_t stream) {
+  (group.*kStep)(*plan, {sizeof(ncclepRows_t), &tokens, address(topk_w), &rows, address(row_w),
+                         address(sums), num_sms, address(stream)});
 }
 
-std::vector<int> bad_ranks_of(const Group& group, bool forget, bool low_latency) {
+template <void (Group::*kRead)(bool, std::uint32_t*)>
+std::vector<int> ranks_of(Group& group, bool forget) {
+  std::uint32_t words[native::kRankWords];
+  (group.*kRead)(forget, words);
   std::vector<int> ranks;
-  if (group.get() == nullptr) return ranks;
-  std::uint32_t words[NCCLEP_MAX_RANKS / 32];
-  check(ncclepGroupBadRoutings(group.get(), forget, low_latency ? nullptr : words,
-                               low_latency ? words : nullptr));
-  for (int rank = 0; rank < NCCLEP_MAX_RANKS; ++rank) {
+  for (int rank = 0; rank < native::kMaxRanks; ++rank) {
     if (words[rank / 32] >> rank % 32 & 1) ranks.push_back(rank);
   }
   return ranks;
 }
 
-void bind_group(py::module_& module) {
+void bind_results(py::module_& module) {
   py::class_<ncclepPlanSizes_t>(module, "PlanSizes")
       .def_readonly("num_rows", &ncclepPlanSizes_t::num_rows)
       .def_readonly("num_pairs", &ncclepPlanSizes_t::num_pairs)
@@ -131,124 +122,148 @@ void bind_group(py::module_& module) {
       .def_readonly("deadline_s", &ncclepFailure_t::deadline_s)
       .def_readonly("own_call", &ncclepFailure_t::own_call)
       .def_readonly("peer_call", &ncclepFailure_t::peer_call);
+}
+
+void bind_group(py::module_& module) {
   py::class_<Plan, PlanPointer>(module, "PlanHandle");
   py::class_<Group, std::shared_ptr<Group>>(module, "GroupHandle")
       .def(py::init<std::shared_ptr<Communicator>, int, double>(), "communicator"_a.none(false),
            "num_experts"_a, "timeout_s"_a)
-      // What has grown, such as "tokens 0 -> 128"; None when the windows were large enough.
-      .def(
-          "reserve",
-          [](Group& group, int num_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
-             const py::function& all_gather) -> std::optional<std::string> {
-            const ncclepShape_t shape = shape_of(num_tokens, top_k, row_bytes);
-            const std::size_t num_bytes = group.info().num_bytes;
-            group.with_all_gather(all_gather, [&] {
-              return ncclepGroupReserve(group.get(), &shape, pointer(stream));
-            });
-            const ncclepGroupInfo_t info = group.info();
-            if (info.num_bytes == num_bytes) return std::nullopt;
-            return info.growth;
-          },
-          py::kw_only(), "num_tokens"_a, "top_k"_a, "row_bytes"_a, "stream"_a, "all_gather"_a)
-      // Whether the windows are large enough; None when the group has failed.
-      .def(
-          "begin",
-          [](const Group& group, double timeout_s, int num_tokens, int top_k,
-             std::size_t row_bytes) -> std::optional<bool> {
-            const ncclepShape_t shape = shape_of(num_tokens, top_k, row_bytes);
-            int fits = 0;
-            const ncclepResult_t result = ncclepGroupBegin(group.get(), timeout_s, &shape, &fits);
-            if (result == ncclepRemoteError) return std::nullopt;
-            check(result);
-            return fits != 0;
-          },
-          "timeout_s"_a, "num_tokens"_a, "top_k"_a, "row_bytes"_a)
-      .def("close", &Group::close)
+      .def("reserve", &reserve, py::kw_only(), "num_tokens"_a, "top_k"_a, "row_bytes"_a, "stream"_a,
+           "all_gather"_a)
+      .def("begin", &begin, "timeout_s"_a, "num_tokens"_a, "top_k"_a, "row_bytes"_a)
+      .def("close", &Group::close, Unlocked())
       // Rows of a plan's token routes.
       .def_property_readonly("num_token_routes",
                              [](const Group& group) { return group.info().num_token_routes; })
-      .def_property_readonly("num_bytes", [](const Group& group) { return group.info().num_bytes; })
+      .def_property_readonly("num_bytes", &Group::num_bytes)
       .def_property_readonly("max_tokens",
                              [](const Group& group) { return group.info().max_tokens; })
       .def_property_readonly("was_captured",
                              [](const Group& group) { return group.info().was_captured != 0; })
+      .def("routes_size", &Group::routes_size, "max_pairs"_a, "max_assignments"_a, "most_tokens"_a)
+      .def("plan", &plan, py::kw_only(), "topk_idx"_a, "most_tokens"_a, "number"_a, "alignment"_a,
+           "max_recv_rows"_a, "counts"_a, "token_routes"_a, "routes"_a, "max_pairs"_a,
+           "max_assignments"_a, "kept"_a, "lacked"_a, "num_sms"_a, "stream"_a)
+      // None when the plan has failed on the device.
       .def(
-          "routes_size",
-          [](const Group& group, std::int64_t max_pairs, std::int64_t max_assignments,
-             int most_tokens) {
-            std::int64_t size = 0;
-            check(ncclepRoutesSize(group.get(), max_pairs, max_assignments, most_tokens, &size));
-            return size;
+          "wait_for_sizes",
+          [](const Group& group, const PlanPointer& plan, const Tensor& rows_of_expert,
+             std::uintptr_t stream) {
+            return group.wait_for_sizes(*plan, &rows_of_expert, stream, raise_signals);
           },
-          "max_pairs"_a, "max_assignments"_a, "most_tokens"_a)
-      .def("plan", &make_plan, py::kw_only(), "topk_idx"_a, "most_tokens"_a, "number"_a,
-           "alignment"_a, "max_recv_rows"_a, "counts"_a, "token_routes"_a, "routes"_a,
-           "max_pairs"_a, "max_assignments"_a, "kept"_a, "lacked"_a, "num_sms"_a, "stream"_a)
-      .def("wait_for_sizes", &wait_for_sizes, py::kw_only(), "plan"_a.none(false),
-           "rows_of_expert"_a, "stream"_a, Unlocked())
+          py::kw_only(), "plan"_a.none(false), "rows_of_expert"_a, "stream"_a, Unlocked())
       .def(
           "plan_receive",
-          [](const Group& group, const PlanPointer& plan, const Passed& routes,
-             std::int64_t max_pairs, std::int64_t max_assignments, int num_sms,
-             std::uintptr_t stream) {
-            check(ncclepPlanReceive(plan->get(), group.get(), routes, max_pairs, max_assignments,
-                                    num_sms, pointer(stream)));
+          [](Group& group, const PlanPointer& plan, const Tensor& routes, std::int64_t max_pairs,
+             std::int64_t max_assignments, int num_sms, std::uintptr_t stream) {
+            group.plan_receive(*plan, &routes, max_pairs, max_assignments, num_sms, stream);
           },
           py::kw_only(), "plan"_a.none(false), "routes"_a, "max_pairs"_a, "max_assignments"_a,
           "num_sms"_a, "stream"_a)
-      .def(
-          "dispatch",
-          [](const Group& group, const PlanPointer& plan, const Passed& x, const Passed& w,
-             const Passed& rows, const Passed& row_w, int num_sms, std::uintptr_t stream) {
-            move_rows(&ncclepDispatch, group, plan, x, w, rows, row_w, {}, num_sms, stream);
-          },
-          py::kw_only(), "plan"_a.none(false), "x"_a, "w"_a, "rows"_a, "row_w"_a, "num_sms"_a,
-          "stream"_a)
-      .def(
-          "combine",
-          [](const Group& group, const PlanPointer& plan, const Passed& y, const Passed& w,
-             const Passed& sums, const Passed& out, const Passed& topk_w, int num_sms,
-             std::uintptr_t stream) {
-            move_rows(&ncclepCombine, group, plan, out, topk_w, y, w, sums, num_sms, stream);
-          },
-          py::kw_only(), "plan"_a.none(false), "y"_a, "w"_a, "sums"_a, "out"_a, "topk_w"_a,
-          "num_sms"_a, "stream"_a)
+      .def("dispatch", &move_rows<&Group::dispatch>, py::kw_only(), "plan"_a.none(false),
+           "tokens"_a, "topk_w"_a, "rows"_a, "row_w"_a, "sums"_a, "num_sms"_a, "stream"_a)
+      .def("combine", &move_rows<&Group::combine>, py::kw_only(), "plan"_a.none(false), "tokens"_a,
+           "topk_w"_a, "rows"_a, "row_w"_a, "sums"_a, "num_sms"_a, "stream"_a)
       .def(
           "sums_size",
           [](const Group& group, const PlanPointer& plan, int num_sms, int row_bytes) {
-            std::int64_t num_rows = 0;
-            check(ncclepCombineScratch(group.get(), plan->get(), num_sms, row_bytes, &num_rows));
-            return num_rows;
+            return group.sums_size(*plan, num_sms, row_bytes);
           },
           "plan"_a.none(false), "num_sms"_a, "row_bytes"_a)
       .def(
-          "wait_until_idle",
-          [](const Group& group) {
-            if (group.get() != nullptr) check(ncclepGroupWait(group.get()));
-          },
+          "wait_until_idle", [](const Group& group) { group.wait_until_idle(raise_signals); },
           Unlocked())
       .def(
           "copy_waited_ns",
-          [](const Group& group, const Passed& out, std::uintptr_t stream) {
-            check(ncclepGroupCopyWaitedNs(group.get(), out, pointer(stream)));
+          [](const Group& group, const Tensor& out, std::uintptr_t stream) {
+            group.copy_waited_ns(&out, stream);
           },
           "out"_a, "stream"_a)
-      .def(
-          "bad_ranks",
-          [](const Group& group, bool forget) { return bad_ranks_of(group, forget, false); },
-          "forget"_a)
-      .def(
-          "bad_low_latency",
-          [](const Group& group, bool forget) { return bad_ranks_of(group, forget, true); },
-          "forget"_a)
+      .def("bad_ranks", &ranks_of<&Group::bad_ranks>, "forget"_a)
+      .def("bad_low_latency", &ranks_of<&Group::bad_low_latency>, "forget"_a)
       .def(
           "refuse",
-          [](const Group& group, const std::string& phase, std::uintptr_t stream) {
-            const auto number = static_cast<ncclepPhase_t>(native::phase_of(phase));
-            check(ncclepGroupRefuse(group.get(), number, pointer(stream)));
+          [](Group& group, const std::string& phase, std::uintptr_t stream) {
+            group.refuse(native::phase_of(phase), stream);
           },
           "phase"_a, "stream"_a)
-      .def("failure", &failure_of);
+      .def("failure", [](const Group& group) -> std::optional<ncclepFailure_t> {
+        const ncclepFailure_t failure = group.failure();
+        if (failure.reason == ncclepReasonNone) return std::nullopt;
+        return failure;
+      });
+}
+
+ncclepLowLatencyConfig_t config_of(int max_tokens, int hidden, int top_k,
+                                   const std::string& payload, const std::string& dtype,
+                                   int num_scales) {
+  return {sizeof(ncclepLowLatencyConfig_t),
+          max_tokens,
+          hidden,
+          top_k,
+          dtype_of(payload),
+          dtype_of(dtype),
+          num_scales};
+}
+
+void bind_low_latency(py::module_& module) {
+  // Bytes of a rank's window, without a GPU.
+  module.def(
+      "low_latency_bytes",
+      [](int num_ranks, int num_domains, int max_tokens, int hidden, int top_k,
+         const std::string& payload, const std::string& dtype, int num_scales) {
+        native::check_domains(num_ranks, num_domains);
+        const auto config = config_of(max_tokens, hidden, top_k, payload, dtype, num_scales);
+        return native::low_latency_window(num_ranks, num_domains, config).num_bytes();
+      },
+      py::kw_only(), "num_ranks"_a, "num_domains"_a, "max_tokens"_a, "hidden"_a, "top_k"_a,
+      "payload"_a, "dtype"_a, "num_scales"_a);
+  py::class_<LowLatency, std::shared_ptr<LowLatency>>(module, "LowLatencyHandle")
+      .def(py::init([](const std::shared_ptr<Group>& group, int max_tokens, int hidden, int top_k,
+                       const std::string& payload, const std::string& dtype, int num_scales,
+                       const py::function& all_gather) {
+             const auto config = config_of(max_tokens, hidden, top_k, payload, dtype, num_scales);
+             const py::gil_scoped_release unlocked;
+             return LowLatency::make(group, config, all_gather_of(all_gather, *group));
+           }),
+           "group"_a.none(false), py::kw_only(), "max_tokens"_a, "hidden"_a, "top_k"_a, "payload"_a,
+           "dtype"_a, "num_scales"_a, "all_gather"_a)
+      .def("close", &LowLatency::close, Unlocked())
+      .def_property_readonly("rows", [](const LowLatency& of) { return number(of.buffers().rows); })
+      .def_property_readonly("scales",
+                             [](const LowLatency& of) { return number(of.buffers().scales); })
+      .def_property_readonly("experts",
+                             [](const LowLatency& of) { return number(of.buffers().experts); })
+      .def_property_readonly("weights",
+                             [](const LowLatency& of) { return number(of.buffers().weights); })
+      .def(
+          "dispatch",
+          [](LowLatency& low_latency, const Tensor& x, const OptionalTensor& scales,
+             const Tensor& topk_idx, const Tensor& weights, const Tensor& counts, bool completes,
+             int num_ctas, std::uintptr_t stream) {
+            low_latency.dispatch({sizeof(ncclepLowLatencyDispatch_t), &x, address(scales),
+                                  &topk_idx, &weights, &counts, completes, num_ctas,
+                                  address(stream)});
+          },
+          py::kw_only(), "x"_a, "scales"_a, "topk_idx"_a, "weights"_a, "counts"_a, "completes"_a,
+          "num_ctas"_a, "stream"_a)
+      .def(
+          "complete_dispatch",
+          [](LowLatency& low_latency, const Tensor& counts, std::uintptr_t stream) {
+            low_latency.dispatch({sizeof(ncclepLowLatencyDispatch_t), nullptr, nullptr, nullptr,
+                                  nullptr, &counts, true, 0, address(stream)});
+          },
+          py::kw_only(), "counts"_a, "stream"_a)
+      .def(
+          "combine",
+          [](LowLatency& low_latency, const Tensor& y, const OptionalTensor& rows_of,
+             const Tensor& out, bool sends, bool completes, int num_ctas, std::uintptr_t stream) {
+            low_latency.combine({sizeof(ncclepLowLatencyCombine_t), &y, address(rows_of), &out,
+                                 sends, completes, num_ctas, address(stream)});
+          },
+          py::kw_only(), "y"_a, "rows_of"_a, "out"_a, "sends"_a, "completes"_a, "num_ctas"_a,
+          "stream"_a);
 }
 
 // How kernels divide their work, and the values that they compare, for logs and errors.
@@ -280,14 +295,7 @@ void bind_descriptions(py::module_& module) {
         return std::tuple(split.adding, split.sending, split.summing);
       },
       "num_ctas"_a, "num_ranks"_a, "top_k"_a, "row_bytes"_a);
-  module.def(
-      "native_min_sms",
-      [](int num_ranks) {
-        int num_sms = 0;
-        check(ncclepMinSms(num_ranks, &num_sms));
-        return num_sms;
-      },
-      "num_ranks"_a);
+  module.def("native_min_sms", &native::min_ctas, "num_ranks"_a);
   // What the current device lacks for the kernels; empty if nothing.
   module.def("native_device_problem", [] { return native::device_problem(); });
   // Device memory of one rank in bytes, without a GPU: the windows, a plan's routes, and the rounds
@@ -297,12 +305,12 @@ void bind_descriptions(py::module_& module) {
       [](int num_ranks, int num_domains, int num_experts, int num_tokens, int top_k,
          std::size_t row_bytes, std::int64_t max_pairs, std::int64_t max_assignments) {
         native::check_group(num_ranks, num_experts, 1);
-        require(0 < num_domains && num_ranks % num_domains == 0, num_domains, " domains of ",
-                num_ranks, " ranks: must be equally large");
-        const native::WindowSizes sizes = native::window_sizes(
-            {num_ranks, num_experts, 0, 0, num_domains}, num_tokens, top_k, row_bytes);
+        native::check_domains(num_ranks, num_domains);
+        const native::WindowSizes sizes =
+            native::window_sizes({num_ranks, num_experts, 0, 0, num_domains},
+                                 {sizeof(ncclepShape_t), num_tokens, top_k, row_bytes});
         const std::int64_t routes = native::routes_size(sizes.control, max_pairs, max_assignments,
-                                                        sizes.control.max_chunks());
+                                                        sizes.control.max_tokens);
         py::dict memory;
         memory["control"] = sizes.control_bytes;
         memory["rows"] = sizes.rows_bytes;
@@ -331,7 +339,9 @@ void bind_descriptions(py::module_& module) {
 }  // namespace
 
 void bind_native(py::module_& module) {
+  bind_results(module);
   bind_group(module);
+  bind_low_latency(module);
   bind_descriptions(module);
 }
 

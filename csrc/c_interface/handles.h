@@ -25,7 +25,6 @@ struct ncclepGroup {
 
 struct ncclepPlan {
   ncclep::native::Plan plan;
-  std::uint32_t ticket;
 };
 
 struct ncclepLowLatency {
@@ -48,23 +47,6 @@ ncclepResult_t guarded(Body&& body) {
   }
 }
 
-// The struct that the caller passed.  `name` is its type's.
-template <typename Struct>
-Struct read(const Struct* given, const char* name) {
-  require(given != nullptr, name, ": NULL");
-  require(given->size == sizeof(Struct), name, " of ", given->size,
-          " bytes: this library, version ", NCCLEP_VERSION, ", knows one of ", sizeof(Struct),
-          "; initialise it with the macro next to it, and use header and library of one version");
-  return *given;
-}
-
-// Writes a struct that the caller has initialised.
-template <typename Struct>
-void write(const Struct& made, Struct* given, const char* name) {
-  read(given, name);
-  *given = made;
-}
-
 // The object that a handle stands for.
 template <typename Handle>
 Handle& at(Handle* handle, const char* name) {
@@ -78,11 +60,7 @@ T& out(T* pointer, const char* name) {
   return *pointer;
 }
 
-Tensor tensor_at(const ncclepTensor_t* given, const char* name);
-std::optional<Tensor> optional_tensor(const ncclepTensor_t* given, const char* name);
-DType dtype_at(ncclepDataType_t dtype);
-
-inline std::uintptr_t stream_of(void* stream) { return reinterpret_cast<std::uintptr_t>(stream); }
+inline native::Group& group_at(ncclepGroup_t group) { return *at(group, "native group").group; }
 
 // Throws InterruptedError when the caller's `poll` says so.
 std::function<void()> poll_of(ncclepPoll_t poll, void* user);

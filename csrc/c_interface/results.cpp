@@ -1,4 +1,4 @@
-// Results, errors and tensors of the C interface.
+// Results, errors and callbacks of the C interface.
 #include <exception>
 #include <new>
 
@@ -34,26 +34,6 @@ ncclepResult_t result_of_exception() {
   } catch (const std::exception& error) {
     return failed(ncclepSystemError, error.what());
   }
-}
-
-DType dtype_at(ncclepDataType_t dtype) {
-  require(0 <= dtype && dtype < ncclepNumTypes, "dtype ", static_cast<int>(dtype),
-          ": one of ncclepDataType_t");
-  return static_cast<DType>(dtype);
-}
-
-Tensor tensor_at(const ncclepTensor_t* given, const char* name) {
-  const ncclepTensor_t tensor = read(given, name);
-  require(0 <= tensor.ndim && tensor.ndim <= NCCLEP_MAX_DIMS, name, ": ", tensor.ndim,
-          " dimensions: at most ", NCCLEP_MAX_DIMS);
-  Tensor found{tensor.data, dtype_at(tensor.dtype), {tensor.shape, tensor.shape + tensor.ndim}};
-  require_tensor(found);
-  return found;
-}
-
-std::optional<Tensor> optional_tensor(const ncclepTensor_t* given, const char* name) {
-  if (given == nullptr) return std::nullopt;
-  return tensor_at(given, name);
 }
 
 std::function<void()> poll_of(ncclepPoll_t poll, void* user) {

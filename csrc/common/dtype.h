@@ -1,47 +1,28 @@
-// The dtypes that cross from Python.
+// The dtypes that cross from Python and from C, which the C interface lists.
 #pragma once
+
+#include "include/ncclep.h"
 
 namespace ncclep {
 
-enum class DType { kUint8, kInt32, kInt64, kFloat16, kBFloat16, kFloat32, kFloat64 };
+using DType = ncclepDataType_t;
 
-// Bytes of an element.
-constexpr int itemsize_of(DType dtype) {
-  switch (dtype) {
-    case DType::kUint8:
-      return 1;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt32:
-    case DType::kFloat32:
-      return 4;
-    case DType::kInt64:
-    case DType::kFloat64:
-      return 8;
-  }
-  return 0;
-}
+struct DTypeInfo {
+  int itemsize;      // bytes of an element
+  const char* name;  // torch's
+};
 
-// Torch's name for it.
+// By number.
+constexpr DTypeInfo kDTypes[] = {{1, "uint8"},    {4, "int32"},   {8, "int64"},  {2, "float16"},
+                                 {2, "bfloat16"}, {4, "float32"}, {8, "float64"}};
+static_assert(sizeof(kDTypes) / sizeof(*kDTypes) == ncclepNumTypes && ncclepFloat64 == 6 &&
+              ncclepInt64 == 2 && ncclepBfloat16 == 4);
+
+constexpr bool is_dtype(int number) { return 0 <= number && number < ncclepNumTypes; }
+// 0 of what is no dtype.
+constexpr int itemsize_of(DType dtype) { return is_dtype(dtype) ? kDTypes[dtype].itemsize : 0; }
 constexpr const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kUint8:
-      return "uint8";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-  }
-  return "no dtype";
+  return is_dtype(dtype) ? kDTypes[dtype].name : "no dtype";
 }
 
 }  // namespace ncclep

@@ -70,20 +70,24 @@ bool Event::is_over() const {
   return status == cudaSuccess;
 }
 
-bool StreamOrder::queue(std::uintptr_t stream, const std::function<void()>& launch) {
-  const unsigned long long capture = capture_of(stream);
+StreamOrder::Turn::Turn(StreamOrder& order, std::uintptr_t stream, bool& was_captured)
+    : stream_(stream),
+      capture_(capture_of(stream)),
+      last_(capture_ != 0 ? order.last_captured_ : order.last_),
+      was_captured_(was_captured) {
   // The id of a stream cannot be queried during capture, and waiting for itself costs nothing.
-  unsigned long long number = 0;
-  if (capture == 0) cuda_check(cudaStreamGetId(stream_of(stream), &number), "cudaStreamGetId");
-  Last& last = capture != 0 ? last_captured_ : last_;
-  if (capture != 0 ? last.capture == capture : last.stream != number) last.done.hold_back(stream);
-  launch();
+  if (capture_ == 0) cuda_check(cudaStreamGetId(stream_of(stream), &number_), "cudaStreamGetId");
+  const bool follows = capture_ != 0 ? last_.capture == capture_ : last_.stream != number_;
+  if (follows) last_.done.hold_back(stream);
+}
+
+void StreamOrder::Turn::end() {
   // Record now, not at the next operation: that one must not wait for work that the caller queues
   // here in between, which may itself wait for another rank.
-  last.done.record(stream);
-  last.stream = number;
-  last.capture = capture;
-  return capture != 0;
+  last_.done.record(stream_);
+  last_.stream = number_;
+  last_.capture = capture_;
+  if (capture_ != 0) was_captured_ = true;
 }
 
 }  // namespace ncclep

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 
 namespace ncclep {
 
@@ -55,12 +54,7 @@ bool is_being_captured(std::uintptr_t stream);
 // deadlock).
 class StreamOrder {
  public:
-  // Runs `launch`, which queues work on `stream`, ordered after the previous operation.  The caller
-  // orders CUDA graphs against work queued outside them: no event may lead into or out of a graph
-  // that is being captured.
-  //
-  // Returns whether the stream is being captured.
-  bool queue(std::uintptr_t stream, const std::function<void()>& launch);
+  class Turn;
   // Whether everything queued here outside captures is over.  Throws when the device has failed.
   bool is_idle() const { return last_.done.is_over(); }
 
@@ -73,6 +67,23 @@ class StreamOrder {
   };
 
   Last last_, last_captured_;
+};
+
+// An operation's turn: what is queued on `stream` between construction and `end` comes after the
+// previous operation.  The caller orders CUDA graphs against work queued outside them: no event may
+// lead into or out of a graph that is being captured.
+class StreamOrder::Turn {
+ public:
+  Turn(StreamOrder& order, std::uintptr_t stream, bool& was_captured);
+  // Says so in `was_captured` if the stream is being captured.  Not called after an error: then
+  // there is no operation.
+  void end();
+
+ private:
+  std::uintptr_t stream_;
+  unsigned long long capture_, number_ = 0;  // ids; 0: none
+  Last& last_;
+  bool& was_captured_;
 };
 
 }  // namespace ncclep

@@ -21,8 +21,8 @@ void require_vectors(const char* what, const Tensor& tensor) {
 // weights.
 void require_rows(const char* what, const Tensor& rows, const Tensor& messages, std::int64_t first,
                   std::int64_t piece_bytes, std::int64_t num_weights) {
-  require(rows.shape.size() == 2 && messages.shape.size() == 2 && messages.dtype == DType::kUint8,
-          what, ": rows must be [T, H], and messages uint8 [messages, bytes]");
+  require(rows.ndim == 2 && messages.ndim == 2 && messages.dtype == ncclepUint8, what,
+          ": rows must be [T, H], and messages uint8 [messages, bytes]");
   const std::int64_t row_bytes = row_bytes_of(rows), message_bytes = messages.shape[1];
   for (const std::int64_t size : {row_bytes, first, piece_bytes, message_bytes}) {
     require(size >= 0 && size <= INT_MAX && size % kMessageVector == 0, what, ": ", size,
@@ -38,7 +38,7 @@ void require_rows(const char* what, const Tensor& rows, const Tensor& messages, 
 }
 
 void require_weights(const char* what, const Tensor& w, std::int64_t num_rows) {
-  require(w.dtype == DType::kFloat32 && w.shape.size() == 2 && w.shape[0] == num_rows, what,
+  require(w.dtype == ncclepFloat32 && w.ndim == 2 && w.shape[0] == num_rows, what,
           ": weights must be fp32 [", num_rows, ", K]");
 }
 
@@ -53,13 +53,13 @@ void pack_messages(const Tensor& rows, const std::optional<Tensor>& w,
                    const std::optional<Tensor>& token, std::int64_t tokens_each, int first,
                    int piece_bytes, const Tensor& messages, std::uintptr_t stream) {
   const char* what = "pack_messages";
-  require(!w || w->shape.size() == 2, what, ": weights must be fp32 [T, K]");
+  require(!w || w->ndim == 2, what, ": weights must be fp32 [T, K]");
   require_rows(what, rows, messages, first, piece_bytes, w ? w->shape[1] : 0);
   if (w) require_weights(what, *w, rows.shape[0]);
   const std::int64_t num_messages = messages.shape[0];
   require(tokens_each >= 0 && (token || tokens_each > 0 || num_messages == 0), what,
           ": tokens_each ", tokens_each, ": must be positive if `token` is not given");
-  require(!token || (token->dtype == DType::kInt32 && token->num_elements() == num_messages), what,
+  require(!token || (token->dtype == ncclepInt32 && token->num_elements() == num_messages), what,
           ": the token of each message must be int32 [", num_messages, "]");
   PackMessages job{};
   job.rows = static_cast<const char*>(rows.data);
@@ -80,7 +80,7 @@ void pack_messages(const Tensor& rows, const std::optional<Tensor>& w,
 void unpack_messages(const Tensor& messages, const Tensor& rows, const Tensor& w,
                      std::uintptr_t stream) {
   const char* what = "unpack_messages";
-  require(rows.shape.size() == 2 && w.shape.size() == 2, what, ": rows and weights are matrices");
+  require(rows.ndim == 2 && w.ndim == 2, what, ": rows and weights are matrices");
   require_rows(what, rows, messages, 0, row_bytes_of(rows), w.shape[1]);
   require(rows.shape[0] == messages.shape[0], what, ": needs a row for each of ", messages.shape[0],
           " messages, not ", rows.shape[0]);
@@ -100,19 +100,18 @@ void add_up_messages(const Tensor& messages, const Tensor& place, const Tensor& 
                      int piece_bytes, const std::optional<Tensor>& assignment_node,
                      const std::optional<Tensor>& topk_w, std::uintptr_t stream) {
   const char* what = "add_up_messages";
-  require(!topk_w || topk_w->shape.size() == 2, what, ": weights must be fp32 [T, K]");
+  require(!topk_w || topk_w->ndim == 2, what, ": weights must be fp32 [T, K]");
   require_rows(what, out, messages, first, piece_bytes, topk_w ? topk_w->shape[1] : 0);
-  require(
-      out.dtype == DType::kBFloat16 || out.dtype == DType::kFloat16 || out.dtype == DType::kFloat32,
-      what, ": rows must be bf16, fp16 or fp32");
-  require(place.dtype == DType::kInt32 && place.shape.size() == 2 && place.shape[0] <= INT_MAX &&
+  require(out.dtype == ncclepBfloat16 || out.dtype == ncclepFloat16 || out.dtype == ncclepFloat32,
+          what, ": rows must be bf16, fp16 or fp32");
+  require(place.dtype == ncclepInt32 && place.ndim == 2 && place.shape[0] <= INT_MAX &&
               place.shape[1] == out.shape[0],
           what, ": places must be int32 [nodes, ", out.shape[0], "]");
   require(!topk_w || assignment_node, what, ": values need to know the node of each assignment");
   if (topk_w) {
     require_weights(what, *topk_w, out.shape[0]);
-    require(assignment_node->dtype == DType::kInt32 && assignment_node->shape == topk_w->shape,
-            what, ": the nodes of assignments must be int32 of the values' shape");
+    require(assignment_node->dtype == ncclepInt32 && assignment_node->has_shape_of(*topk_w), what,
+            ": the nodes of assignments must be int32 of the values' shape");
   }
   AddUpMessages job{};
   job.messages = static_cast<const char*>(messages.data);

@@ -128,9 +128,9 @@ void unpack_messages(const UnpackMessages& job, std::uintptr_t stream) {
 }
 
 void add_up_messages(const AddUpMessages& job, std::uintptr_t stream) {
-  const auto kernel = job.dtype == DType::kBFloat16  ? add_up_kernel<__nv_bfloat16>
-                      : job.dtype == DType::kFloat16 ? add_up_kernel<__half>
-                                                     : add_up_kernel<float>;
+  const auto kernel = job.dtype == ncclepBfloat16  ? add_up_kernel<__nv_bfloat16>
+                      : job.dtype == ncclepFloat16 ? add_up_kernel<__half>
+                                                   : add_up_kernel<float>;
   launch(kernel, job, job.num_tokens, stream, "launching add_up_messages");
 }
 

@@ -44,7 +44,7 @@ struct AddUpMessages {
       assignment_node;  // [T, K]: the node of each assignment, or -1; null: no values
   char* out;            // [T, row_bytes]: a piece of each row is written
   float* topk_w;        // [T, K]: values of the assignments, or null
-  DType dtype;          // kBFloat16, kFloat16 or kFloat32
+  DType dtype;          // bf16, fp16 or fp32
   std::int64_t num_tokens;
   int num_nodes;
   int row_bytes;

@@ -5,8 +5,8 @@
  * the experts r * L to (r + 1) * L - 1.
  *
  * Order of calls: ncclepGetUniqueId on one rank, ncclepCommCreate, ncclepGroupCreate and
- * ncclepGroupReserve; for each batch ncclepPlanCreate, ncclepDispatch and ncclepCombine;
- * ncclepPlanDestroy, ncclepGroupDestroy and ncclepCommDestroy.  examples/dispatch_combine.c is a
+ * ncclepGroupReserve; for each batch ncclepPlanCreate, ncclepDispatch, ncclepCombine and
+ * ncclepPlanDestroy; ncclepGroupDestroy and ncclepCommDestroy.  examples/dispatch_combine.c is a
  * whole program.  docs/contract.md states the order of rows and of additions.
  *
  * Collective: every rank of the group calls it, in the same order.  A function is collective only
@@ -15,8 +15,8 @@
  * ncclepGroupRefuse there: otherwise the other ranks wait until their deadline.
  *
  * Structs: every struct starts with its size.  Initialise it with the macro next to it: later
- * versions add fields at the end, and the size tells which fields a program knows.  A library
- * refuses sizes that it does not know.
+ * versions only add fields at the end.  For a library, fields that an older program does not know
+ * are zero, and it does not write them; it refuses structs that are larger than its own.
  *
  * Ownership: the library copies a struct's fields.  Device memory that a struct points to is the
  * caller's and must not be changed until the queued work that uses it is over; the memory of a plan
@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 /* 100 * major + minor.  A larger major number: programs must be compiled again. */
-#define NCCLEP_VERSION 100
+#define NCCLEP_VERSION 101
 
 #define NCCLEP_API __attribute__((visibility("default")))
 
@@ -180,9 +180,11 @@ typedef struct {
   int was_captured;   /* whether a CUDA graph holds calls of the group */
   const char* growth; /* what grew when the windows were last made, such as "tokens 0 -> 128"; valid
                          until they are made again */
-  int num_token_routes; /* of a plan, for each token: 4 where an NVLink domain has up to 32 ranks */
+  int num_domains;    /* NVLink domains that the ranks are in; since 1.01 */
+  int num_token_routes; /* of a plan, for each token: 4 where an NVLink domain has up to 32 ranks;
+                           since 1.01 */
 } ncclepGroupInfo_t;
-#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0}
+#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, 0}
 
 /* Makes a group without windows.  It does not wait for the other ranks, but all ranks make the same
  * groups in the same order. */
@@ -190,11 +192,11 @@ NCCLEP_API ncclepResult_t ncclepGroupCreate(ncclepGroup_t* group, ncclepComm_t c
                                             const ncclepGroupConfig_t* config);
 
 /* Makes windows that hold `shape` and all earlier shapes; does nothing if they already do.
- * The ranks write and read words in each other's windows before any kernel uses them.
- * Collective when windows grow, with the same shape; waits for what was queued for the
- * communicator. ncclepInvalidUsage on all ranks: a CUDA graph of a rank holds calls of the group,
- * or `stream` is being captured.  ncclepSystemError on all ranks: the queued work of one is not
- * over within half of the deadline, or one has no memory, or cannot reach another's. */
+ * The ranks write and read words in each other's windows before any kernel uses them.  Collective
+ * when windows grow, with the same shape; waits for what was queued for the communicator.
+ * ncclepInvalidUsage on all ranks: a CUDA graph of a rank holds calls of the group, or `stream` is
+ * being captured.  ncclepSystemError on all ranks: the queued work of one is not over within half
+ * of the deadline, or one has no memory, or cannot reach another's. */
 NCCLEP_API ncclepResult_t ncclepGroupReserve(ncclepGroup_t group, const ncclepShape_t* shape,
                                              void* stream);
 
@@ -249,8 +251,7 @@ NCCLEP_API ncclepResult_t ncclepGroupGetFailure(ncclepGroup_t group, ncclepFailu
 /* The ranks whose routing was bad, in static plans and in low-latency dispatches, as far as the
  * device has reported: an index that is not an expert, or one that a token names twice, counted as
  * not routed.  Each is written as NCCLEP_MAX_RANKS / 32 words, rank r as bit r % 32 of word r / 32,
- * or NULL.  `forget` not 0 clears them; no work may be in flight then.
- */
+ * or NULL.  `forget` not 0 clears them; no work may be in flight then. */
 NCCLEP_API ncclepResult_t ncclepGroupBadRoutings(ncclepGroup_t group, int forget, uint32_t* plans,
                                                  uint32_t* low_latency);
 
@@ -295,7 +296,7 @@ typedef struct {
   const ncclepTensor_t* kept; /* int32 [T, K], scratch: static mode where rows may be dropped; NULL:
                                  max_recv_rows is enough for any routing */
   const ncclepTensor_t* lacked; /* int64 [R], updated: the most rows that each rank lacked; NULL:
-                                   not wanted; needs kept */
+                                   not needed; needs kept */
   int num_sms;                  /* that the kernels may use, at least ncclepMinSms */
   void* stream;
 } ncclepPlanConfig_t;
@@ -325,10 +326,8 @@ NCCLEP_API ncclepResult_t ncclepPlanCreate(ncclepPlan_t* plan, ncclepGroup_t gro
                                            const ncclepPlanConfig_t* config);
 
 /* Waits on the host until the device has counted the arriving rows; exact mode only.  Once the
- * stream has reached the plan, for at most twice the deadline. ncclepRemoteError: another rank did
- * not come. rows_of_expert: host memory, int64 [L], written: rows of each expert's block, with
- * padding.
- */
+ * stream has reached the plan, for at most twice the deadline.  ncclepRemoteError: another rank did
+ * not come.  rows_of_expert: host memory, int64 [L], written: rows of an expert's block, padded. */
 NCCLEP_API ncclepResult_t ncclepPlanWait(ncclepPlan_t plan, ncclepGroup_t group,
                                          const ncclepTensor_t* rows_of_expert, void* stream,
                                          ncclepPlanSizes_t* sizes);
@@ -399,8 +398,8 @@ typedef struct {
 #define NCCLEP_LOW_LATENCY_BUFFERS_INIT \
   {sizeof(ncclepLowLatencyBuffers_t), NULL, NULL, NULL, NULL, 0}
 
-/* Makes an object for calls of one shape.  Collective, with the same config.
- * Makes windows for the group if it has none.  Dispatch and combine must alternate. */
+/* Makes an object for calls of one shape, and windows for a group without any.  Collective, with
+ * the same config.  Dispatch and combine must alternate. */
 NCCLEP_API ncclepResult_t ncclepLowLatencyCreate(ncclepLowLatency_t* low_latency,
                                                  ncclepGroup_t group,
                                                  const ncclepLowLatencyConfig_t* config);

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "include/ncclep.h"
+
 namespace ncclep::native {
 
 #ifdef __CUDACC__
@@ -46,18 +48,24 @@ constexpr int kUnit = 32;
 constexpr int kPhases = 9;
 
 enum class Phase : std::uint32_t {
-  kNone,
-  kPlan,
-  kRoutes,
-  kDispatch,
-  kCombine,
-  kLowLatencyDispatch,
-  kLowLatencyCombine
+  kNone = ncclepPhaseNone,
+  kPlan = ncclepPhasePlan,
+  kRoutes = ncclepPhaseRoutes,
+  kDispatch = ncclepPhaseDispatch,
+  kCombine = ncclepPhaseCombine,
+  kLowLatencyDispatch = ncclepPhaseLowLatencyDispatch,
+  kLowLatencyCombine = ncclepPhaseLowLatencyCombine
 };
 
 // Why a group has failed on this rank: another rank was late, is in a different call, or refused a
 // call; or this rank's low-latency calls did not alternate.
-enum class Reason : std::uint32_t { kNone, kLate, kDiffers, kRefused, kOutOfTurn };
+enum class Reason : std::uint32_t {
+  kNone = ncclepReasonNone,
+  kLate = ncclepReasonLate,
+  kDiffers = ncclepReasonDiffers,
+  kRefused = ncclepReasonRefused,
+  kOutOfTurn = ncclepReasonOutOfTurn
+};
 
 // Each signal from one rank to another is one word, which only the sender writes.
 enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
@@ -197,6 +205,12 @@ struct Mailbox {
   volatile std::uint32_t failed_phase;
 };
 
+// Places of one of NCCL's queues, counted from its beginning.
+struct QueuePlaces {
+  unsigned long long given;  // to puts
+  std::uint64_t room;        // up to here there was room
+};
+
 // In device memory of one rank; zero at the start.
 struct State {
   std::uint64_t epoch;       // operations that are over
@@ -212,9 +226,9 @@ struct State {
   unsigned int failed;           // kernels do no more work, and fill their outputs with NaN
   unsigned int is_bad;           // this rank's routing in the current plan
   std::uint64_t rail_signals[kNumRailSignals];  // that operations which are over have waited for
-  unsigned int staged[kPhases];  // CTAs that have staged their part of each phase, in one domain
-  unsigned int put_phases;       // phases of the current dispatch that were put to rail peers
-  unsigned int queue_in_use[kMaxDomains];  // NCCL's queues: one thread at a time puts into each
+  unsigned int staged[kPhases];     // CTAs that have staged their part of each phase, in one domain
+  unsigned int put_phases;          // phases of the current dispatch that were put to rail peers
+  QueuePlaces queues[kMaxDomains];  // NCCL's, in which puts wait for the network
 };
 
 // One window of each rank of this NVLink domain.
@@ -237,8 +251,8 @@ struct KernelContextOf {
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
-  // The arguments that must be equal on all ranks (host/call.h); 0 where the hosts have agreed on
-  // them.
+  // The arguments that must be equal on all ranks (host/call_signature.h); 0 where the hosts have
+  // agreed on them.
   std::uint64_t call;
 };
 

@@ -6,7 +6,7 @@
 
 #include "common/cuda.h"
 #include "common/pause.h"
-#include "nccl/made_in_time.h"
+#include "nccl/run_with_deadline.h"
 
 namespace ncclep {
 
@@ -75,7 +75,7 @@ std::shared_ptr<Communicator> Communicator::connect(std::shared_ptr<Nccl> nccl,
   const std::string late = join_text(
       "no communicator over the ", num_ranks, " ranks of the expert-parallel group within ",
       timeout_s, " s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO");
-  made_in_time(make, late, device, timeout_s, poll);
+  run_with_deadline(make, late, device, timeout_s, poll);
   return *made;
 }
 

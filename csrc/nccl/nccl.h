@@ -108,8 +108,11 @@ class Communicator {
   int device() const { return device_; }
   // Ranks that reach each other's memory by load and store (NVLink), this one included: its domain.
   int lsa_size() const { return lsa_.num_ranks; }
-  // The rank of this communicator that has the place `place` in this one's domain.
-  int rank_in_domain(int place) const { return rank_ + (place - lsa_.rank) * lsa_.stride; }
+  int num_domains() const { return num_ranks_ / lsa_.num_ranks; }
+  // The rank of this communicator with this local rank in this one's domain.
+  int rank_in_domain(int local_rank) const {
+    return rank_ + (local_rank - lsa_.rank) * lsa_.stride;
+  }
   // A different number for each set of windows; the same on all ranks, which make them in one
   // order.
   std::uint64_t next_generation() { return ++generation_; }

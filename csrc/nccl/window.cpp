@@ -47,14 +47,14 @@ void Window::open() {
   ensure(window_ != nullptr,
          "NCCL made no window: it needs CUDA peer-to-peer access between all GPUs of the group "
          "and NCCL_CUMEM_ENABLE other than 0");
-  peers_ = nccl.get_peer_pointer ? peers_told() : peers_read();
+  peers_ = nccl.get_peer_pointer ? query_peers() : read_peers_from_struct();
 }
 
-std::vector<char*> Window::peers_told() const {
+std::vector<char*> Window::query_peers() const {
   const Nccl& nccl = communicator_->nccl();
   std::vector<char*> peers;
-  for (int place = 0; place < communicator_->lsa_size(); ++place) {
-    const int rank = communicator_->rank_in_domain(place);
+  for (int local_rank = 0; local_rank < communicator_->lsa_size(); ++local_rank) {
+    const int rank = communicator_->rank_in_domain(local_rank);
     void* address = nullptr;
     nccl.check(nccl.get_peer_pointer(window_, 0, rank, &address), "ncclGetPeerDevicePointer");
     ensure(address != nullptr, "NCCL has no address for the window of rank ", rank,
@@ -64,7 +64,7 @@ std::vector<char*> Window::peers_told() const {
   return peers;
 }
 
-std::vector<char*> Window::peers_read() const {
+std::vector<char*> Window::read_peers_from_struct() const {
   char head[kWindowHeadBytes];
   cuda_check(cudaMemcpy(head, window_, sizeof(head), cudaMemcpyDeviceToHost), "reading the window");
   return peers_in(head, sizeof(head), communicator_->rank(), communicator_->num_ranks());

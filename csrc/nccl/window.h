@@ -43,8 +43,8 @@ class Window {
 
  private:
   // The peers as NCCL says them, and as NCCL 2.28, which does not, keeps them.
-  std::vector<char*> peers_told() const;
-  std::vector<char*> peers_read() const;
+  std::vector<char*> query_peers() const;
+  std::vector<char*> read_peers_from_struct() const;
 
   std::shared_ptr<Communicator> communicator_;
   std::size_t num_bytes_;

@@ -21,34 +21,31 @@ void LowLatencyHandle::require_rows(const char* call, const Tensor& tokens,
                                     const Tensor& rows) const {
   const GroupOptions& options = group_->options();
   // The library aborts the process on a type that it does not expect; bf16 is known to work.
-  require(tokens.dtype == DType::kBFloat16 && tokens.shape.size() == 2 && 0 < tokens.shape[0] &&
+  require(tokens.dtype == ncclepBfloat16 && tokens.ndim == 2 && 0 < tokens.shape[0] &&
               tokens.shape[0] <= options.max_tokens && 0 < tokens.shape[1] &&
               static_cast<std::uint64_t>(tokens.shape[1]) * itemsize_of(tokens.dtype) <=
                   options.row_bytes,
           call, " needs 1 to ", options.max_tokens, " tokens of bf16 in rows of at most ",
           options.row_bytes, " bytes");
-  require(rows.dtype == tokens.dtype &&
-              rows.shape == std::vector<std::int64_t>{group_->num_ranks(), options.max_tokens,
-                                                      tokens.shape[1]},
-          call, " needs rows [", group_->num_ranks(), ", ", options.max_tokens, ", ",
-          tokens.shape[1], "] of the tokens' dtype");
+  require(rows.is(tokens.dtype, {group_->num_ranks(), options.max_tokens, tokens.shape[1]}), call,
+          " needs rows [", group_->num_ranks(), ", ", options.max_tokens, ", ", tokens.shape[1],
+          "] of the tokens' dtype");
 }
 
 void LowLatencyHandle::dispatch(const Tensor& x, const Tensor& topk_idx, const Tensor& w,
                                 const Tensor& rows, const Tensor& row_topk_idx, const Tensor& row_w,
                                 const Tensor& counts, std::uintptr_t stream) {
   require_rows("ncclEpDispatch", x, rows);
-  const std::vector<std::int64_t> own{x.shape[0], top_k_},
-      all{group_->num_ranks(), group_->options().max_tokens, top_k_};
-  require(topk_idx.dtype == DType::kInt64 && topk_idx.shape == own && w.dtype == DType::kFloat32 &&
-              w.shape == own,
-          "ncclEpDispatch needs topk_idx int64 and weights fp32 [", own[0], ", ", top_k_, "]");
-  require(row_topk_idx.dtype == DType::kInt32 && row_topk_idx.shape == all &&
-              row_w.dtype == DType::kFloat32 && row_w.shape == all &&
-              counts.dtype == DType::kInt32 && counts.shape.size() == 1 &&
-              counts.shape[0] == group_->num_ranks(),
-          "ncclEpDispatch writes experts int32 and weights fp32 [", all[0], ", ", all[1], ", ",
-          top_k_, "], and counts int32 [", all[0], "]");
+  const std::int64_t num_tokens = x.shape[0];
+  const int num_ranks = group_->num_ranks(), max_tokens = group_->options().max_tokens;
+  require(
+      topk_idx.is(ncclepInt64, {num_tokens, top_k_}) && w.is(ncclepFloat32, {num_tokens, top_k_}),
+      "ncclEpDispatch needs topk_idx int64 and weights fp32 [", num_tokens, ", ", top_k_, "]");
+  require(row_topk_idx.is(ncclepInt32, {num_ranks, max_tokens, top_k_}) &&
+              row_w.is(ncclepFloat32, {num_ranks, max_tokens, top_k_}) &&
+              counts.is(ncclepInt32, {num_ranks}),
+          "ncclEpDispatch writes experts int32 and weights fp32 [", num_ranks, ", ", max_tokens,
+          ", ", top_k_, "], and counts int32 [", num_ranks, "]");
   Argument routes(topk_idx, nullptr), in(x, nullptr), in_w(w, nullptr);
   Argument out(rows, nullptr), out_topk(row_topk_idx, nullptr), out_w(row_w, nullptr);
   Argument from(counts, nullptr);

@@ -38,9 +38,8 @@ void check(const GroupOptions& options, int num_ranks) {
 }
 
 bool is_rows(const Tensor& tensor) {
-  return tensor.shape.size() == 2 &&
-         (tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kFloat16 ||
-          tensor.dtype == DType::kBFloat16);
+  return tensor.ndim == 2 && (tensor.dtype == ncclepFloat32 || tensor.dtype == ncclepFloat16 ||
+                              tensor.dtype == ncclepBfloat16);
 }
 
 // `tokens` [T, H] and `topk_w` [T, K], `rows` [N, H] and `row_w` [N]; the weights are both given or
@@ -59,10 +58,8 @@ void check_rows(const char* call, const GroupOptions& options, int top_k, const 
   require(topk_w.has_value() == row_w.has_value(), call,
           ": weights must be given on both sides or on neither");
   if (!topk_w) return;
-  require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
-              topk_w->shape.size() == 2 && topk_w->shape[0] == tokens.shape[0] &&
-              topk_w->shape[1] == top_k && row_w->shape.size() == 1 &&
-              row_w->shape[0] == rows.shape[0],
+  require(topk_w->is(ncclepFloat32, {tokens.shape[0], top_k}) &&
+              row_w->is(ncclepFloat32, {rows.shape[0]}),
           call, " needs fp32 weights [T, K] and [N] for ", tokens.shape[0], " tokens, top-k ",
           top_k, " and ", rows.shape[0], " rows");
 }
@@ -174,7 +171,7 @@ void HandleOwner::combine(const CombineInputs& inputs, const CombineOutputs& out
 Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, const Tensor& memory)
     : HandleOwner(std::move(group), top_k), memory_(memory.data) {
   const std::size_t needed = group_->handle_bytes(alignment, top_k);
-  require(memory.dtype == DType::kUint8 && memory.shape.size() == 1 &&
+  require(memory.dtype == ncclepUint8 && memory.ndim == 1 &&
               static_cast<std::size_t>(memory.num_elements()) >= needed,
           "a handle's memory must be uint8 [", needed, "], not ", memory.num_elements(),
           " elements");
@@ -187,14 +184,13 @@ Handle::Handle(std::shared_ptr<Group> group, std::size_t alignment, int top_k, c
 void Handle::update(const Tensor& topk_idx, const Tensor& expert_counts, const Tensor& num_rows,
                     std::uintptr_t stream) {
   const GroupOptions& options = group_->options();
-  require((topk_idx.dtype == DType::kInt32 || topk_idx.dtype == DType::kInt64) &&
-              topk_idx.shape.size() == 2 && topk_idx.shape[0] <= options.max_tokens &&
-              topk_idx.shape[1] == top_k_,
+  require((topk_idx.dtype == ncclepInt32 || topk_idx.dtype == ncclepInt64) && topk_idx.ndim == 2 &&
+              topk_idx.shape[0] <= options.max_tokens && topk_idx.shape[1] == top_k_,
           "ncclEpUpdateHandle needs topk_idx int32 or int64 [at most ", options.max_tokens, ", ",
           top_k_, "]");
   const std::int64_t num_local = options.num_experts / group_->num_ranks();
-  require(expert_counts.dtype == DType::kInt64 && expert_counts.shape.size() == 1 &&
-              expert_counts.shape[0] == num_local && num_rows.dtype == DType::kInt64 &&
+  require(expert_counts.dtype == ncclepInt64 && expert_counts.ndim == 1 &&
+              expert_counts.shape[0] == num_local && num_rows.dtype == ncclepInt64 &&
               num_rows.num_elements() == 1,
           "ncclEpUpdateHandle writes counts to int64 [", num_local, "] and [1]");
   Argument topk(topk_idx, memory_), counts(expert_counts, memory_), total(num_rows, memory_);

@@ -23,8 +23,9 @@ __global__ void probe_kernel(Rail rail, Probe job) {
   const std::uint64_t start = now_ns();
   std::uint64_t signals = 0;
   bool is_put = false;
+  const std::uint64_t end = places_taken(rail, peer) + places_of(rail, sizeof(std::uint64_t), true);
   do {
-    if (!is_put && (is_put = has_room(rail, peer, sizeof(std::uint64_t)))) {
+    if (!is_put && (is_put = room_up_to(rail, peer, end) >= end)) {
       put(rail, 0, peer, (arrived + job.domain) * sizeof(std::uint64_t),
           (sent + peer) * sizeof(std::uint64_t), sizeof(std::uint64_t), job.domain);
     }

@@ -29,45 +29,83 @@ __device__ inline int queue_of(const Rail& rail, int domain) {
   return ncclGin(rail.device, 0)._ginBackend == NCCL_NET_DEVICE_GIN_GPI ? 0 : domain;
 }
 
-// Whether the queue to the rail peer in `domain` has room for a put of `num_bytes`, by the indices
-// that NCCL's own puts wait for.  It stays true until a thread puts into that queue.
-__device__ inline bool has_room(const Rail& rail, int domain, std::size_t num_bytes) {
-  const ncclGin gin(rail.device, 0);
-  const auto context = gin._makeCtx();
-  const int peer = rail.device.ginConnectionsRailed
-                       ? domain
-                       : ncclTeamRankToWorld(rail.device, ncclTeamRail(rail.device), domain);
-  // Places that a put takes; NCCL cuts it into pieces of 1 GiB.
-  const std::uint32_t number = 1 + static_cast<std::uint32_t>(num_bytes >> 30);
+// Places that a put takes in its queue: NCCL cuts it into pieces of 1 GiB, and GDAKI's signals take
+// a place of their own.
+__device__ inline std::uint64_t places_of(const Rail& rail, std::size_t num_bytes,
+                                          bool has_signal) {
+  const std::uint64_t pieces = (num_bytes + (std::size_t{1} << 30) - 1) >> 30;
+  const bool is_apart = ncclGin(rail.device, 0)._ginBackend == NCCL_NET_DEVICE_GIN_GDAKI;
+  return is_apart ? pieces + (has_signal ? 1 : 0) : pieces > 0 ? pieces : 1;
+}
+
+__device__ inline int peer_in_queues(const Rail& rail, int domain) {
+  return rail.device.ginConnectionsRailed
+             ? domain
+             : ncclTeamRankToWorld(rail.device, ncclTeamRail(rail.device), domain);
+}
+
+// Places of the queue to the rail peer in `domain` that puts have taken so far, from its beginning
+// on; with the proxy only the lower 32 bits.
+__device__ inline std::uint64_t places_taken(const Rail& rail, int domain) {
+  const auto context = ncclGin(rail.device, 0)._makeCtx();
+  const int peer = peer_in_queues(rail, domain);
   switch (context.backend) {
     case NCCL_NET_DEVICE_GIN_PROXY: {
       const auto& queue =
           static_cast<const ncclGinProxyGpuCtx_t*>(context.handle)[context.contextId];
-      const std::uint32_t put = *static_cast<const volatile std::uint32_t*>(queue.pis + peer);
-      const std::uint32_t done = *static_cast<const volatile std::uint32_t*>(queue.cis + peer);
-      return put - done + number <= queue.queueSize;
+      return *static_cast<const volatile std::uint32_t*>(queue.pis + peer);
     }
 #if NCCL_GIN_GDAKI_ENABLE
     case NCCL_NET_DEVICE_GIN_GDAKI: {
       auto* const queue =
           static_cast<ncclGinGdakiGPUContext*>(context.handle)[context.contextId].gdqp + peer;
-      // A signal takes a place of its own.
-      const std::uint64_t last =
-          *static_cast<const volatile std::uint64_t*>(&queue->sq_rsvd_index) + number;
-      if (last < queue->sq_wqe_num) return true;
-      return doca_gpu_dev_verbs_poll_one_cq_at(&queue->cq_sq, last - queue->sq_wqe_num) == 0;
+      return *static_cast<const volatile std::uint64_t*>(&queue->sq_rsvd_index);
     }
 #endif
 #if NCCL_GIN_GPI_ENABLE
     case NCCL_NET_DEVICE_GIN_GPI: {
       const Queue_t& queue = nccl::gin::gpi::gpi_gpu_channel_get_ptr(context)->queue_;
-      const std::uint64_t put = *static_cast<const volatile std::uint64_t*>(&queue.pi_);
-      const std::uint64_t done = *static_cast<const volatile std::uint64_t*>(&queue.ci_->value);
-      return put - done + number <= std::uint64_t{1} << queue.log_depth;
+      return *static_cast<const volatile std::uint64_t*>(&queue.pi_);
     }
 #endif
     default:
-      return false;
+      return 0;
+  }
+}
+
+// Up to which place, counted like `places_taken`, the queue has room now; less than `end` if there
+// is none for the places before `end`.  It asks the network as NCCL's own puts do, and may take as
+// long as a read of the host's memory.
+__device__ inline std::uint64_t room_up_to(const Rail& rail, int domain, std::uint64_t end) {
+  const auto context = ncclGin(rail.device, 0)._makeCtx();
+  const int peer = peer_in_queues(rail, domain);
+  switch (context.backend) {
+    case NCCL_NET_DEVICE_GIN_PROXY: {
+      const auto& queue =
+          static_cast<const ncclGinProxyGpuCtx_t*>(context.handle)[context.contextId];
+      const std::uint32_t done = *static_cast<const volatile std::uint32_t*>(queue.cis + peer);
+      const auto beyond =
+          static_cast<std::int32_t>(done + queue.queueSize - static_cast<std::uint32_t>(end));
+      return end + static_cast<std::int64_t>(beyond);
+    }
+#if NCCL_GIN_GDAKI_ENABLE
+    case NCCL_NET_DEVICE_GIN_GDAKI: {
+      auto* const queue =
+          static_cast<ncclGinGdakiGPUContext*>(context.handle)[context.contextId].gdqp + peer;
+      if (end <= queue->sq_wqe_num) return queue->sq_wqe_num;
+      const std::uint64_t before = end - 1 - queue->sq_wqe_num;  // had the last place before
+      return doca_gpu_dev_verbs_poll_one_cq_at(&queue->cq_sq, before) == 0 ? end : end - 1;
+    }
+#endif
+#if NCCL_GIN_GPI_ENABLE
+    case NCCL_NET_DEVICE_GIN_GPI: {
+      const Queue_t& queue = nccl::gin::gpi::gpi_gpu_channel_get_ptr(context)->queue_;
+      const std::uint64_t done = *static_cast<const volatile std::uint64_t*>(&queue.ci_->value);
+      return done + (std::uint64_t{1} << queue.log_depth);
+    }
+#endif
+    default:
+      return 0;
   }
 }
 
@@ -75,7 +113,8 @@ __device__ inline bool has_room(const Rail& rail, int domain, std::size_t num_by
 // window of the rail peer in `domain`, and then counts that rank's signal `signal` up by 1, unless
 // it is kNoSignal.  Once that is seen there, this put and all earlier ones from here to there are
 // in their places.  What is put is what this thread can see now; it stays as it is until the signal
-// is seen.  Called by one thread, where the queue has room: otherwise NCCL waits without an end.
+// is seen.  Called by one thread, where the queue has room for it: otherwise NCCL waits without an
+// end.
 constexpr int kNoSignal = -1;
 __device__ inline void put(const Rail& rail, int window, int domain, std::size_t to,
                            std::size_t from, std::size_t num_bytes, int signal) {

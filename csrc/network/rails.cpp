@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/error.h"
-#include "nccl/made_in_time.h"
+#include "nccl/run_with_deadline.h"
 
 namespace ncclep::network {
 
@@ -52,9 +52,8 @@ Rails::Rails(std::shared_ptr<Communicator> communicator, double timeout_s,
   const std::string found = problem(*communicator_);
   ensure(found.empty(), found);
   transport_ = network::transport(communicator_->nccl(), communicator_->get());
-  const int num_ranks = communicator_->num_ranks(), lsa_size = communicator_->lsa_size();
-  num_domains_ = num_ranks / lsa_size;
-  domain_ = communicator_->rank() / lsa_size;
+  num_domains_ = communicator_->num_domains();
+  domain_ = communicator_->rank() / communicator_->lsa_size();
   const auto made = std::make_shared<std::shared_ptr<DeviceCommunicator>>();
   const auto make = [made, whole = communicator_, number = num_signals * num_domains_] {
     *made = std::make_shared<DeviceCommunicator>(whole->shared_nccl(), whole->get(), number);
@@ -62,7 +61,7 @@ Rails::Rails(std::shared_ptr<Communicator> communicator, double timeout_s,
   const std::string late =
       join_text("no network for kernels between the ", num_domains_, " domains within ", timeout_s,
                 " s: look at the other ranks' output, or at NCCL's own with NCCL_DEBUG=INFO");
-  made_in_time(make, late, communicator_->device(), timeout_s, poll);
+  run_with_deadline(make, late, communicator_->device(), timeout_s, poll);
   device_ = *made;
 }
 

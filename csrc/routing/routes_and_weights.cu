@@ -31,7 +31,7 @@ __global__ void routes_and_weights_kernel(RoutesAndWeights job) {
   for (int first = 0; first < job.num_experts; first += kWarpSize) {
     const int expert = first + lane;
     const bool is_chosen =
-        expert < job.num_experts && __ldg(row + mirrored(expert, job.block)) != 0;
+        expert < job.num_experts && __ldg(row + mirrored(expert, job.experts_per_block)) != 0;
     const unsigned int chosen = __ballot_sync(~0u, is_chosen);
     const int place = found + __popc(chosen & ((1u << lane) - 1));
     if (is_chosen && place < job.top_k) experts[place] = expert;
@@ -44,8 +44,9 @@ __global__ void routes_and_weights_kernel(RoutesAndWeights job) {
   for (int place = lane; place < job.top_k; place += kWarpSize) {
     const bool is_routed = !too_many && place < found;
     if (!is_routed) experts[place] = too_many ? job.too_many_experts : job.not_routed;
-    weights[place] =
-        is_routed ? probs[mirrored(static_cast<int>(experts[place]), job.block)] : Bits{0};
+    weights[place] = is_routed
+                         ? probs[mirrored(static_cast<int>(experts[place]), job.experts_per_block)]
+                         : Bits{0};
   }
 }
 
@@ -61,7 +62,7 @@ __global__ void probs_gradient_kernel(ProbsGradient job) {
   for (int expert = threadIdx.x % kWarpSize; expert < job.num_experts; expert += kWarpSize) {
     while (place < job.top_k && experts[place] >= 0 && experts[place] < expert) ++place;
     const bool is_chosen = place < job.top_k && experts[place] == expert;
-    grad_probs[mirrored(expert, job.block)] = is_chosen ? grad_weights[place] : Bits{0};
+    grad_probs[mirrored(expert, job.experts_per_block)] = is_chosen ? grad_weights[place] : Bits{0};
   }
 }
 

@@ -13,8 +13,9 @@ struct RoutesAndWeights {
   const void* probs;                // [T, E]
   std::int64_t num_tokens;
   int num_experts, top_k;
-  int block;     // experts are numbered backwards in blocks of this size; 1: in the usual order
-  int itemsize;  // bytes of a probability and of a weight: 2, 4 or 8
+  int experts_per_block;  // experts are numbered backwards in blocks of this size; 1: in the usual
+                          // order
+  int itemsize;           // bytes of a probability and of a weight: 2, 4 or 8
   std::int64_t not_routed;        // fills the rest of a row
   std::int64_t too_many_experts;  // fills every slot of a row with more than K experts
   std::int64_t* topk_idx;         // [T, K]
@@ -30,9 +31,9 @@ struct ProbsGradient {
   const void* grad_weights;      // [T, K]
   std::int64_t num_tokens;
   int num_experts, top_k;
-  int block;         // as above
-  int itemsize;      // bytes of a gradient: 2, 4 or 8
-  void* grad_probs;  // [T, E]
+  int experts_per_block;  // as above
+  int itemsize;           // bytes of a gradient: 2, 4 or 8
+  void* grad_probs;       // [T, E]
 };
 
 // Queues a kernel that copies the gradient of each weight to its probability, and writes zero to

@@ -32,7 +32,7 @@ from megatron_ncclep.cli import config_files
 from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
 
 DEFAULT_CPU_RANKS = 2
@@ -134,7 +134,7 @@ def make_job(args: argparse.Namespace, kind: type[Job], world_size: int | None) 
         device = "cuda" if gpus else "cpu"
     ranks = args.ranks or world_size or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
     if device == "cuda":
-        place.require_gpus(ranks if world_size is None else 1)
+        topology.require_gpus(ranks if world_size is None else 1)
     job = kind.make(args, ranks, device)
     if device == "cpu" and args.config is None and not args.smoke:
         raise InputError(f"{job.config} takes hours on a CPU: give --smoke, or name a --config")
@@ -187,7 +187,7 @@ def _measure_as_rank(job: Job) -> Iterator[Measured]:
     """Measure every shape as one of torchrun's ranks; only rank 0 gets results."""
     backend = "gloo"
     if job.device == "cuda":
-        place.use_gpu(int(os.environ["LOCAL_RANK"]))
+        topology.use_gpu(int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=2 * job.timeout_s))
     try:

@@ -112,9 +112,9 @@ class LowLatencySubject(Subject):
             of_node = torch.zeros_like(total)
             for peer in range(first, first + on_each):
                 here = self._here(rank, peer)
-                place = rank * self.max_tokens + here.cumsum(0)[here] - 1
+                row_index = rank * self.max_tokens + here.cumsum(0)[here] - 1
                 # A row for each place is its sum already: rounding it changes nothing.
-                of_node[here] += self._rows(peer)[place].float()
+                of_node[here] += self._rows(peer)[row_index].float()
             total = of_node if on_each == R else total + of_node.to(out.dtype).float()
         problem = self._sum_problem(out, total)
         return f"combine: rank {rank}: {problem}" if problem else None

@@ -343,7 +343,7 @@ class _Copies:
             for _ in range(COPY_WARMUP + COPY_SAMPLES)
         ]
         mine = torch.tensor(times[COPY_WARMUP:], dtype=torch.float64)
-        theirs = self._group.gather(mine, "ceiling, gathering times", timeout_s)
+        theirs = self._group.hosts.gather(mine, "ceiling, gathering times", timeout_s)
         (median,) = quantiles(theirs.max(dim=0).values.tolist(), 0.5)
         return self._local.nbytes / median * 1e-3  # bytes / us -> GB / s
 
@@ -361,9 +361,9 @@ class _Copies:
         # This rank's own window has the rows that the peers put into their parts of it.
         held = torch.empty(length, self._row_bytes // 4, dtype=torch.int32)
         self._native.copy_memory(held.data_ptr(), self._window.address, held.nbytes)
-        place = torch.arange(length, dtype=torch.int32)
-        theirs = place // self._rows_per_peer != group.rank
-        named = (group.rank * length + place)[:, None].expand_as(held)
+        row_index = torch.arange(length, dtype=torch.int32)
+        theirs = row_index // self._rows_per_peer != group.rank
+        named = (group.rank * length + row_index)[:, None].expand_as(held)
         pushed = torch.equal(held[theirs], named[theirs])
         if not (pushed and pulled):
             raise LibraryError(
@@ -375,4 +375,4 @@ class _Copies:
     def _wait(self, what: str, timeout_s: float) -> None:
         """Let no rank continue before all copies are done."""
         torch.cuda.synchronize(self._group.device)
-        self._group.gather(torch.zeros(1), what, timeout_s)
+        self._group.hosts.gather(torch.zeros(1), what, timeout_s)

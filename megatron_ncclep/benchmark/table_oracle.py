@@ -81,15 +81,15 @@ def slot_table(
         assignment[token, local[token]] = k
 
     is_assignment = assignment >= 0
-    place = is_assignment.cumsum(0) - 1  # of an assignment in its expert's block
-    opens = is_assignment & (place % alignment == 0)
+    rank_in_expert = is_assignment.cumsum(0) - 1  # of an assignment in its expert's block
+    opens = is_assignment & (rank_in_expert % alignment == 0)
     kept = is_assignment
     if max_recv_rows is not None:
         rows_needed = opens.flatten().cumsum(0).view_as(opens) * alignment
         kept = is_assignment & (rows_needed <= max_recv_rows)
     routed = kept.sum(0)
     padded = (routed + alignment - 1) // alignment * alignment
-    slot = torch.where(kept, padded.cumsum(0) - padded + place, -1)
+    slot = torch.where(kept, padded.cumsum(0) - padded + rank_in_expert, -1)
 
     num_rows = int(padded.sum()) if max_recv_rows is None else max_recv_rows
     token_of_row = torch.full((num_rows,), -1, device=device)

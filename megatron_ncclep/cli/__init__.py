@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from megatron_ncclep.config import OPTION_FLAG, VARIABLES, EpConfig, unknown_variables
-from megatron_ncclep.error_reporting import run_told
+from megatron_ncclep.error_reporting import run_reporting
 from megatron_ncclep.version import __version__
 
 # name -> (module with `add_arguments(parser)` and `main(args) -> int`, one line of help)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_environment(args.command, argv)
         return int(args.run(args))
 
-    return run_told(f"ncclep {args.command}", run)
+    return run_reporting(f"ncclep {args.command}", run)
 
 
 def _check_environment(command: str, argv: Sequence[str]) -> None:

@@ -139,10 +139,6 @@ class _UniqueKeys(yaml.SafeLoader):
 def parse_yaml(where: str, text: str) -> Any:
     """Read one YAML document.
 
-    Args:
-        where: the text's name in errors.
-        text: the document.
-
     Raises:
         InputError: it is not YAML, or has a key twice.
     """

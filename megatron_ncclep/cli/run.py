@@ -113,9 +113,6 @@ def skip_missing_makefile(datasets_utils: ModuleType) -> None:
     megatron.training calls it at start-up.  It runs `make` in the installed package, but the wheels
     bring the compiled helpers and no Makefile, so every run would end there.  A checkout has a
     Makefile: there nothing changes.  If both are missing, the call raises IntegrationError.
-
-    Args:
-        datasets_utils: the module megatron.core.datasets.utils.
     """
     folder = Path(str(datasets_utils.__file__)).parent
     if (folder / "Makefile").exists():

@@ -21,7 +21,7 @@ from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries.tested import NEWEST_TORCH, OLDEST_TORCH
 from megatron_ncclep.logs import remarks_hidden
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
@@ -66,9 +66,9 @@ def engines(num_ranks: int | None = None) -> Iterator[Finding]:
         InputError: there are fewer GPUs than `num_ranks`, and NCCL does not let ranks share them.
     """
     num_gpus = torch.cuda.device_count()
-    if num_ranks is not None and num_ranks > num_gpus and not place.may_share_gpu():
+    if num_ranks is not None and num_ranks > num_gpus and not topology.may_share_gpu():
         raise InputError(
-            f"--ranks {num_ranks}: {num_gpus} GPU(s) are visible; {place.HOW_TO_SHARE}"
+            f"--ranks {num_ranks}: {num_gpus} GPU(s) are visible; {topology.HOW_TO_SHARE}"
         )
     if torch.cuda.is_available():
         size, backend, prepare = num_ranks or num_gpus, "nccl", None

@@ -38,11 +38,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def nccl_for_native(used: Library | None) -> tuple[str, str | None]:
-    """Say which NCCL engines use and, if it is too old for `native`, what helps.
-
-    Args:
-        used: the NCCL that engines would open; None if there is none.
-    """
+    """Say which NCCL engines use and, if it is too old for `native`, what helps."""
     oldest = version_text(OLDEST_NCCL)
     remedy = f"pip install '{nccl_package()}>={oldest}' in this environment"
     if used is None:
@@ -113,13 +109,7 @@ def _described(library: NcclEpLibrary) -> str:
 def nccl_for_nccl_ep(
     library: NcclEpLibrary, used: Library | None, installed: Sequence[Library]
 ) -> tuple[str, str | None]:
-    """Say which NCCL a libnccl_ep requires and, if that is not the one in use, what helps.
-
-    Args:
-        library: the libnccl_ep.
-        used: the NCCL that it would get.
-        installed: others on this machine.
-    """
+    """Say which NCCL a libnccl_ep requires and, if that is not the one in use, what helps."""
     build = library.build
     if build is None:
         known = ", ".join(

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from megatron_ncclep.libraries import nccl_ep, search
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.version import __version__
 
-PACKAGES = ("megatron-core", "transformer-engine", "quack-kernels", "nccl-extensions", "deep-ep")
+PACKAGES = (
+    *("megatron-core", "transformer-engine", "quack-kernels", "nvidia-cutlass-dsl"),
+    *("nccl-extensions", "deep-ep"),
+)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -34,7 +37,7 @@ def machine(device: str, ranks: int) -> dict[str, Any]:
         described |= {
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
-            "ranks_per_gpu": place.most_ranks_per_gpu(ranks),
+            "ranks_per_gpu": topology.most_ranks_per_gpu(ranks),
             "sms": properties.multi_processor_count,
             "driver": found[1] if found else None,
         }

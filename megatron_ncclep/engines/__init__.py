@@ -132,7 +132,7 @@ def create_engine(
             **config.common(),
             "ranks_per_expert": ranks_per_expert,
         }
-    group.agree("open", values, problem, group.deadline_s(config))
+    group.hosts.agree("open", values, problem, group.deadline_s(config))
     name, reason = choose_engine(group, config, num_experts)
     _announce(group, name, reason, config)
     engine = ENGINES[name].build(group, num_experts, config)
@@ -149,16 +149,11 @@ def choose_engine(
 
     All ranks choose the same engine: one that cannot run on some rank is not used on any.
 
-    Args:
-        group: the expert-parallel group.
-        config: options, with the same `engine` on every rank.
-        num_experts: E; None: skip the engines' limits on experts.
-
     Raises:
         EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
     """
     if config.engine != AUTO:
-        reason = group.gather_problems(
+        reason = group.hosts.gather_problems(
             _unavailable_reason(config.engine, group, config, num_experts),
             "open",
             group.deadline_s(config),
@@ -168,7 +163,7 @@ def choose_engine(
         return config.engine, "requested by name"
     reasons: list[str] = []
     for name in ENGINES:
-        reason = group.gather_problems(
+        reason = group.hosts.gather_problems(
             _unavailable_reason(name, group, config, num_experts), "open", group.deadline_s(config)
         )
         if not reason:
@@ -248,8 +243,7 @@ def _announce(group: EpGroup, name: str, reason: str, config: EpConfig) -> None:
     values = config.common() | own
     options = ", ".join(f"{k}={values[k]}" for k in sorted(ENGINES[name].caps.options))
     *others, why = reason.split("\n")
-    if group.rank == 0:
-        for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
-            group.log_once(logging.INFO, text, text)
-        for text in filter(None, (untested_torch(), *unknown_variables().values())):
-            group.log_once(logging.WARNING, text, text)
+    for text in (f"engine {name!r} for {group.size} ranks ({why})", *others, options):
+        group.announce(text)
+    for text in filter(None, (untested_torch(), *unknown_variables().values())):
+        group.announce(text, logging.WARNING)

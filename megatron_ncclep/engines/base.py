@@ -13,17 +13,18 @@ import torch
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.engine import EngineCaps, RoutePlan
-from megatron_ncclep.engines.overflow import Shortage, rows_limit
+from megatron_ncclep.engines.overflow import OverflowReport, rows_limit
 from megatron_ncclep.errors import GroupClosedError
 from megatron_ncclep.libraries.extension import StreamKeeper
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import Agreement
+from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
 
 _Plan = TypeVar("_Plan", bound=RoutePlan)
 
 
-class EngineBase(Uncopied, Generic[_Plan]):
+class EngineBase(Uncopied, Resource, Generic[_Plan]):
     """The parts of `Engine` other than plan, dispatch and combine.
 
     A base class rather than a member of each engine, because nearly all of it is part of `Engine`:
@@ -59,7 +60,7 @@ class EngineBase(Uncopied, Generic[_Plan]):
         self.config = config
         self.streams = StreamKeeper(group.device)
         group.timeout_s = config.timeout_s
-        self._shortage = Shortage.shared(group, config)
+        self._overflow_report = OverflowReport.shared(group, config)
         self._closed = False
 
     @property
@@ -73,14 +74,15 @@ class EngineBase(Uncopied, Generic[_Plan]):
             return
         self._closed = True
         self._release()
-        if self._shortage is not None:
-            self.group.release(Shortage.name(self.config), self.timeout_s)
+        if self._overflow_report is not None:
+            self.group.resources.release(OverflowReport.name(self.config), self.timeout_s)
 
     def _release(self) -> None:
         """Release the engine's other resources.  Collective."""
 
-    def _require_open(self) -> None:
-        self.group.require_open()
+    def require_open(self) -> None:
+        """Raise GroupClosedError when the engine, its group or the process group was closed."""
+        self.group.torch.require_open()
         if self._closed:
             raise GroupClosedError("the engine was closed: create a new one with create_engine()")
 
@@ -92,7 +94,7 @@ class EngineBase(Uncopied, Generic[_Plan]):
         Returns:
             plan, with its own type.
         """
-        self._require_open()
+        self.require_open()
         problem = self.rows_problem(phase, plan, rows, w)
         agreed = self.agree_on_rows(phase, plan, rows, w, problem)
         self.streams.keep(*agreed.tensors(), rows, w)
@@ -138,7 +140,7 @@ class EngineBase(Uncopied, Generic[_Plan]):
         if isinstance(rows := config.max_recv_rows, str):
             name = f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"
             values[name] = num_tokens
-        return self.group.agree("plan", values, problem, self.timeout_s, payload=num_tokens)
+        return self.group.hosts.agree("plan", values, problem, self.timeout_s, payload=num_tokens)
 
     def agree_on_rows(
         self,
@@ -169,6 +171,6 @@ class EngineBase(Uncopied, Generic[_Plan]):
                 "dtype": str(rows.dtype).removeprefix("torch."),
                 "presence of weights": str(w is not None),
             }
-        self.group.agree(phase, values, problem, self.timeout_s)
+        self.group.hosts.agree(phase, values, problem, self.timeout_s)
         assert isinstance(plan, self.plan_type)  # agreed on
         return plan

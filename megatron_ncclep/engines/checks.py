@@ -1,7 +1,7 @@
 """Argument checks of plan, dispatch and combine, with error texts, for every engine.
 
 Each function returns None or a sentence with the value and the remedy.  It does not raise: the
-engine first sends the sentence to the other ranks (`EpGroup.agree`), so that all of them raise.
+engine first sends the sentence to the other ranks (`Hosts.agree`), so that all of them raise.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from megatron_ncclep.engines.engine import Engine, EngineCaps
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.errors import EngineUnavailableError, GroupClosedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
 
 
@@ -76,7 +77,7 @@ class LowLatencyCalls(Protocol):
         ...
 
 
-class LowLatency(Uncopied):
+class LowLatency(Uncopied, Resource):
     """Alternating dispatch and combine, one micro-batch at a time; made by `create_low_latency`.
 
     All calls are collective, and every rank makes the same ones in the same order.  A rank may have
@@ -219,7 +220,7 @@ class LowLatency(Uncopied):
         return self._calls.combine(y, rows_of, completes)
 
     def _require_open(self) -> None:
-        self.group.require_open()
+        self.group.torch.require_open()
         if self._closed:
             raise GroupClosedError("the low-latency object was closed: make another one")
 
@@ -241,7 +242,7 @@ class LowLatency(Uncopied):
             return f"{num_tokens} tokens: the low-latency object was made for {sizes.max_tokens}"
         if top_k != sizes.top_k:
             return f"topk_idx has top_k {top_k}: the low-latency object was made for {sizes.top_k}"
-        wanted = [
+        expected = [
             ("x", tokens.x, sizes.payload, (num_tokens, sizes.hidden)),
             ("weights", tokens.weights, torch.float32, (num_tokens, top_k)),
         ]
@@ -251,8 +252,8 @@ class LowLatency(Uncopied):
                 f"made for num_scales {sizes.num_scales}"
             )
         if scales is not None:
-            wanted.append(("scales", scales, torch.float32, (num_tokens, sizes.num_scales)))
-        return _first_problem(wanted, device) or self._calls.topk_problem(tokens.topk_idx)
+            expected.append(("scales", scales, torch.float32, (num_tokens, sizes.num_scales)))
+        return _first_problem(expected, device) or self._calls.topk_problem(tokens.topk_idx)
 
     def _combine_problem(self, y: torch.Tensor, rows_of: torch.Tensor | None) -> str | None:
         sizes, device = self.sizes, self.group.device
@@ -272,10 +273,10 @@ class LowLatency(Uncopied):
 
 
 def _first_problem(
-    wanted: Sequence[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]],
+    expected: Sequence[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]],
     device: torch.device,
 ) -> str | None:
-    for name, tensor, dtype, shape in wanted:
+    for name, tensor, dtype, shape in expected:
         if tuple(tensor.shape) != shape:
             return f"{name} has shape {list(tensor.shape)}: it must be {list(shape)}"
         if tensor.dtype != dtype:
@@ -325,11 +326,11 @@ def create_low_latency(
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
     group, config = maker.group, engine.config
-    number = group.agree("open", values, problem, group.deadline_s(config)).call
+    number = group.hosts.agree("open", values, problem, group.deadline_s(config)).call
     name = f"low-latency {number}"  # shared by the group, so that it is closed with the group
-    calls = group.share(name, lambda: maker.make_low_latency(sizes, number))
+    calls = group.resources.share(name, lambda: maker.make_low_latency(sizes, number))
 
     def release() -> None:
-        group.release(name, group.deadline_s(config))
+        group.resources.release(name, group.deadline_s(config))
 
     return LowLatency(group, engine.caps, sizes, calls, release)

@@ -168,8 +168,8 @@ class LowLatencyRows:
         num_local = self.num_local_experts
         kept, nowhere = min(top_k, num_local), num_local * num_places
         assignments = self.topk_idx.view(num_places, top_k).long()
-        place = torch.arange(num_places, device=assignments.device).view(-1, 1)
-        key = torch.where(assignments >= 0, assignments * num_places + place, nowhere)
+        row_index = torch.arange(num_places, device=assignments.device).view(-1, 1)
+        key = torch.where(assignments >= 0, assignments * num_places + row_index, nowhere)
         # Each place's assignments in ascending order of experts, which is the order of additions.
         key = key.sort(dim=1).values[:, :kept].reshape(-1)
         order = key.argsort(stable=True)

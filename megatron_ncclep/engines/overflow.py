@@ -19,8 +19,9 @@ from megatron_ncclep.config import DROP, MAX_COUNT, RERUN, WORST, EpConfig, thou
 from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
-# A word of `Shortage.words`: the upper half has the rows that a rank lacked, the lower half those
+# A word of `OverflowReport.words`: upper half the rows that a rank lacked, lower half those
 # it had.
 _HALF = 32
 
@@ -124,8 +125,8 @@ def drop_what_does_not_fit(
     column = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx)
     routed = routed.scatter(1, column, True)[:, :num_experts]
     # The place of each assignment within its expert's rows.
-    place = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
-    opens = routed & (place % alignment == 0)
+    rank_in_expert = before.to(topk_idx.device) + routed.cumsum(dim=0) - 1
+    opens = routed & (rank_in_expert % alignment == 0)
     # For each destination, in the order (token, local expert).
     opens = opens.view(num_tokens, num_ranks, num_local).transpose(0, 1)
     opened = opens.reshape(num_ranks, num_tokens * num_local).cumsum(dim=1)
@@ -153,7 +154,7 @@ def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 # --- reporting -----------------------------------------------------------------------------------
 
 
-class Shortage:
+class OverflowReport(Resource):
     """Rows that ranks lacked, for `on_overflow` "raise" and "rerun"; every rank knows all ranks'.
 
     Recording does not wait.  `EpGroup.check`, which `megatron_ncclep.check()` calls, reads the
@@ -181,15 +182,15 @@ class Shortage:
 
     @classmethod
     def name(cls, config: EpConfig) -> str:
-        """The name under which engines with this option share it (`EpGroup.share`)."""
+        """The name under which engines with this option share it (`Resources.share`)."""
         return f"rows lacked of {config.max_recv_rows}, {config.on_overflow}"
 
     @classmethod
-    def shared(cls, group: EpGroup, config: EpConfig) -> Shortage | None:
+    def shared(cls, group: EpGroup, config: EpConfig) -> OverflowReport | None:
         """The group's object for an engine with these options; None if it records nothing."""
         if config.on_overflow == DROP or not can_drop(config):
             return None
-        return group.share(cls.name(config), lambda: cls(group, config))
+        return group.resources.share(cls.name(config), lambda: cls(group, config))
 
     def record(self, needed: torch.Tensor, limit: int) -> None:
         """Record the rows that a plan needs.  Does not wait.
@@ -238,14 +239,11 @@ class Shortage:
         who = f"{each} (each rank's worst call since the last check)"
         raise rows_dropped(self._option, self._on_overflow, who, reason, most)
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
 
 @contextmanager
-def set_aside(shortages: Iterable[Shortage]) -> Iterator[None]:
+def set_aside(reports: Iterable[OverflowReport]) -> Iterator[None]:
     """Record only what comes inside; afterwards, what was recorded before.  Does not wait."""
-    before = [(shortage.words, shortage.words.clone()) for shortage in shortages]
+    before = [(report.words, report.words.clone()) for report in reports]
     for words, _ in before:
         words.zero_()
     try:
@@ -258,15 +256,7 @@ def set_aside(shortages: Iterable[Shortage]) -> Iterator[None]:
 def rows_dropped(
     option: int | str | None, on_overflow: str, who: str, reason: str, most: int
 ) -> RowsDroppedError:
-    """The error that says which rows were dropped, and what would help.
-
-    Args:
-        option: max_recv_rows.
-        on_overflow: that option.
-        who: lacked rows, and in which calls.
-        reason: why that is an error.
-        most: the rows that would have been enough.
-    """
+    """The error that says which rows were dropped, and what would help."""
     return RowsDroppedError(
         f"rows were dropped: with max_recv_rows={option}, {who}. on_overflow is {on_overflow!r}, "
         f"so {reason}: set max_recv_rows (--ncclep-max-recv-rows) to {most} or more, to a larger "
@@ -276,12 +266,12 @@ def rows_dropped(
 
 
 def needed_and_had(word: int) -> tuple[int, int]:
-    """The rows that a rank needed and those that it had, from a word of `Shortage.words`."""
+    """The rows that a rank needed and those that it had, from a word of `OverflowReport.words`."""
     had = word & (1 << _HALF) - 1
     return had + (word >> _HALF), had
 
 
-class DropWarning:
+class DropWarning(Resource):
     """Warns once per group and rank about dropped rows: `on_overflow="drop"`.
 
     Dispatchers register their counters, which CUDA graphs may update.
@@ -299,16 +289,12 @@ class DropWarning:
     @classmethod
     def of(cls, group: EpGroup) -> DropWarning:
         """The group's."""
-        return group.share("warning of dropped rows", lambda: cls(group))
+        return group.resources.share("warning of dropped rows", lambda: cls(group))
 
     def watch(self, counter: torch.Tensor, config: EpConfig) -> None:
         """Warn when `counter`, an int64 scalar on the group's device, is more than 0.
 
         The counter is not kept alive: it goes away with its dispatcher.
-
-        Args:
-            counter: the number of rows dropped in static mode.
-            config: options of the dispatcher that counts.
         """
         self._watched = [(c, option) for c, option in self._watched if c() is not None]
         self._watched.append((weakref.ref(counter), config.max_recv_rows))
@@ -333,9 +319,6 @@ class DropWarning:
             "counted): to drop fewer rows, raise it; to drop none, set it to 'worst' or leave it "
             "out",
         )
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def _known_counts(self) -> torch.Tensor | None:
         """The counters as of this call or an earlier one, on the CPU; None: not copied yet."""

@@ -74,8 +74,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         config: Any,
         pg_collection: Any,
         counts_on_device: bool = False,
-        counts_add_up: bool = False,
-        last_expert_first: bool = False,
+        counts_cover_all_rows: bool = False,
+        reverse_local_experts: bool = False,
         grouped: GroupedInLayer | None = None,
         options: EpConfig | None = None,
     ) -> None:
@@ -88,9 +88,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             pg_collection: Megatron's process groups; `ep`, `expt_tp` and `tp_ep` are used.
             counts_on_device: the experts take tokens_per_expert on the device; otherwise on the
                 CPU, for which `dispatch_postprocess` waits.
-            counts_add_up: even then, the experts need the counts to cover every row.
-            last_expert_first: the experts need their blocks in descending order.  The engine then
-                treats the rank's last expert as its first; no rows are moved for that.
+            counts_cover_all_rows: even then, the experts need the counts to cover every row.
+            reverse_local_experts: the experts need their blocks in descending order.  The engine
+                then treats the rank's last expert as its first; no rows are moved for that.
             grouped: the layer's grouped experts, which need that order.  When something was put on
                 their modules, rows are moved into Megatron's order, for its own experts.
             options: replace those of the config.
@@ -111,11 +111,13 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self.engines = LayerEngines(self.group, num_experts, options, self._num_slices)
         self._ranks = EpGroup.of(self.group)
         self._counts_on_device = counts_on_device
-        self._counts_add_up = counts_add_up or not counts_on_device
+        self._counts_cover_all_rows = counts_cover_all_rows or not counts_on_device
         self._is_static = self.engine.config.max_recv_rows is not None
         self._can_drop = can_drop(self.engine.config)
         self._grouped = grouped
-        self._block = num_local_experts if last_expert_first or grouped is not None else 1
+        self._experts_per_block = (
+            num_local_experts if reverse_local_experts or grouped is not None else 1
+        )
         # For `metrics_interval`.
         self._counts: LayerCounts | None = None
         try:
@@ -180,7 +182,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
         shared_experts.prepare(shared, hidden_states)
         with shared_experts.finished_after_errors(shared, has_dispatched=False):
-            chosen = routes_and_weights(routing_map, probs, self._top_k(routing_map), self._block)
+            chosen = routes_and_weights(
+                routing_map, probs, self._top_k(routing_map), self._experts_per_block
+            )
             if self._num_slices > 1:
                 chosen = to_all_slices(*chosen, self.num_local_experts, self._num_slices)
             # Before it captures a layer, Megatron runs it with arbitrary data in its buffers.
@@ -195,7 +199,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                     self.num_dropped.add_(self._plan.num_dropped)
                 if self._counts is not None:
                     self._counts.count(chosen[0].topk_idx, self._plan)
-                self.engines.note_load(self._plan, hidden_states)
+                self.engines.record_load(self._plan, hidden_states)
             shared_experts.let_start(shared)
             rows, row_probs = dispatch(engine, self._plan, hidden_states, probs, chosen)
         shared_experts.first_half(shared, rows)
@@ -223,7 +227,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             counts = plan.tokens_per_expert
         else:
             counts = plan.tokens_per_expert_on_host()
-        if self._counts_add_up and self.engines.is_static():
+        if self._counts_cover_all_rows and self.engines.is_static():
             counts = counts.clone()
             counts[-1] = plan.num_rows - counts[:-1].sum()
         self._take_over(hidden_states, probs, counts)
@@ -307,7 +311,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             require_usable_bound(self.config, self.engine, self._num_slices)
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
-        all_ranks = self._ranks.gather(
+        all_ranks = self._ranks.hosts.gather(
             torch.tensor([mine]),
             "plan, exchanging how many experts a token has with capacity padding",
             self._ranks.deadline_s(self.engine.config),

@@ -12,7 +12,7 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron_ncclep.config import AUTO, AUTO_START, DROP, RERUN, EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
-from megatron_ncclep.engines.overflow import Shortage, can_drop
+from megatron_ncclep.engines.overflow import OverflowReport, can_drop
 from megatron_ncclep.integration.rerun.limit import MOST_LOAD
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.uncopied import Uncopied
@@ -60,16 +60,17 @@ class LayerEngines(Uncopied):
         return self._exact
 
     @property
-    def shortage(self) -> Shortage | None:
+    def overflow_report(self) -> OverflowReport | None:
         """Where the engine records rows that ranks lacked; layers may share it.  None: nowhere."""
-        found: Shortage | None = self._ranks.shared(Shortage.name(self.engine.config))
+        name = OverflowReport.name(self.engine.config)
+        found: OverflowReport | None = self._ranks.resources.find(name)
         return found
 
     def is_static(self) -> bool:
         """Whether the engine in use is in static mode."""
         return self.in_use().config.max_recv_rows is not None
 
-    def note_load(self, plan: RoutePlan, hidden_states: torch.Tensor) -> None:
+    def record_load(self, plan: RoutePlan, hidden_states: torch.Tensor) -> None:
         """Take note of a plan's load, if the limit follows the load.  Waits for nothing."""
         balanced = plan.num_tokens * plan.top_k
         if self.load is None or not balanced:

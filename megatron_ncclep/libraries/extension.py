@@ -135,12 +135,7 @@ def runs_on(architecture: str, major: int, minor: int) -> bool:
 
 
 def gpu_problem(gpu: str, major: int, minor: int) -> str | None:
-    """Say why the extension's kernels do not run on a GPU of this machine, and what would help.
-
-    Args:
-        gpu: the GPU's name in the text.
-        major, minor: its compute capability.
-    """
+    """Say why the extension's kernels do not run on a GPU of this machine, and what would help."""
     names = architectures()
     fitting = [name for name in names if runs_on(name, major, minor)]
     if not fitting:

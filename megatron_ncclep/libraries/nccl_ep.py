@@ -221,13 +221,7 @@ def nccl_problem(library: NcclEpLibrary, nccl: Library | None) -> str | None:
 
 
 def nccl_remedy(build: Build, nccl: Library | None, installed: Sequence[Library] = ()) -> str:
-    """Say how to get an NCCL and a libnccl_ep that fit each other.
-
-    Args:
-        build: of a libnccl_ep that does not run with `nccl`.
-        nccl: the one in use.
-        installed: others on this machine.
-    """
+    """Say how to get an NCCL and a libnccl_ep that fit each other."""
     for other in installed:
         if build.takes(other):
             return f"start the process with LD_PRELOAD={other.path}"

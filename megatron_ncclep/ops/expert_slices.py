@@ -75,5 +75,7 @@ def to_all_slices(
     copies = topk_idx[:, :, None].expand(-1, -1, num_slices)
     copies = torch.where(copies < 0, copies, first[:, :, None] + steps).flatten(1)
     num_experts = routes.num_experts * num_slices
-    sliced = SlicedRoutes(copies, num_experts, routes.block, whole=routes, num_slices=num_slices)
+    sliced = SlicedRoutes(
+        copies, num_experts, routes.experts_per_block, whole=routes, num_slices=num_slices
+    )
     return sliced, weights.repeat_interleave(num_slices, dim=1)

@@ -21,12 +21,12 @@ class Routes:
             row; the row of a token with more than `top_k` experts is all `TOO_MANY_EXPERTS`, which
             the engine's plan refuses on every rank.
         num_experts: columns of the map.
-        block: experts are numbered backwards in blocks of this many.
+        experts_per_block: experts are numbered backwards in blocks of this many.
     """
 
     topk_idx: torch.Tensor
     num_experts: int
-    block: int
+    experts_per_block: int
 
     def probs_gradient(self, grad_weights: torch.Tensor) -> torch.Tensor:
         """Scatter each weight's gradient to its probability; the others get zero.
@@ -42,18 +42,20 @@ class Routes:
             grad_probs = grad_weights.new_empty(num_tokens, self.num_experts)
             stream = extension.current_stream()
             grad_weights = grad_weights.contiguous()
-            kernels.probs_gradient(self.topk_idx, grad_weights, grad_probs, self.block, stream)
+            kernels.probs_gradient(
+                self.topk_idx, grad_weights, grad_probs, self.experts_per_block, stream
+            )
             return grad_probs
         # Column num_experts collects assignments that are not routed; it is cut off.
         grad_probs = grad_weights.new_zeros(num_tokens, self.num_experts + 1)
         column = torch.where(self.topk_idx >= 0, self.topk_idx, self.num_experts)
         grad_probs = grad_probs.scatter(1, column, grad_weights)[:, :-1]
-        return _backwards_in_blocks(grad_probs, self.block)
+        return _backwards_in_blocks(grad_probs, self.experts_per_block)
 
 
 @plain_torch
 def routes_and_weights(
-    routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, block: int = 1
+    routing_map: torch.Tensor, probs: torch.Tensor, top_k: int, experts_per_block: int = 1
 ) -> tuple[Routes, torch.Tensor]:
     """List each token's experts, in ascending order, and its probabilities for them.
 
@@ -73,8 +75,8 @@ def routes_and_weights(
         probs: [num_tokens, num_experts] of any floating dtype, on the map's device.  NaN is passed
             through to its own experts only.
         top_k: K, columns of the results, the most experts that a token may have.
-        block: experts are numbered backwards in blocks of this many, a divisor of their number:
-            with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
+        experts_per_block: experts are numbered backwards in blocks of this many, a divisor of their
+            number: with 4 experts and blocks of 2, the experts of the map's columns are 1, 0, 3, 2.
 
     Returns:
         the routes; and weights [num_tokens, top_k] of the dtype of `probs`: zero where there is no
@@ -100,25 +102,25 @@ def routes_and_weights(
         weights = probs.new_empty(num_tokens, top_k)
         kernels.routes_and_weights(
             *(routing_map.contiguous(), probs.contiguous(), NOT_ROUTED, TOO_MANY_EXPERTS),
-            *(topk_idx, weights, block, extension.current_stream()),
+            *(topk_idx, weights, experts_per_block, extension.current_stream()),
         )
-        return Routes(topk_idx, num_experts, block), weights
-    probs = _backwards_in_blocks(probs, block)
-    routing_map = _backwards_in_blocks(routing_map, block)
-    place = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
+        return Routes(topk_idx, num_experts, experts_per_block), weights
+    probs = _backwards_in_blocks(probs, experts_per_block)
+    routing_map = _backwards_in_blocks(routing_map, experts_per_block)
+    slot = routing_map.cumsum(dim=1) - 1  # of an expert among its token's
     # Column top_k collects experts that are not chosen; it is cut off.
-    column = torch.where(routing_map, place, top_k).clamp(max=top_k)
+    column = torch.where(routing_map, slot, top_k).clamp(max=top_k)
     experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
     topk_idx = experts.new_full((num_tokens, top_k + 1), NOT_ROUTED)
     topk_idx = topk_idx.scatter(1, column, experts)[:, :top_k]
-    topk_idx = topk_idx.masked_fill(place[:, -1:] >= top_k, TOO_MANY_EXPERTS)
+    topk_idx = topk_idx.masked_fill(slot[:, -1:] >= top_k, TOO_MANY_EXPERTS)
     chosen = probs.gather(1, topk_idx.clamp(min=0))
     weights = torch.where(topk_idx >= 0, chosen, chosen.new_zeros(()))
-    return Routes(topk_idx, num_experts, block), weights
+    return Routes(topk_idx, num_experts, experts_per_block), weights
 
 
-def _backwards_in_blocks(per_expert: torch.Tensor, block: int) -> torch.Tensor:
-    """Reverse the order of each block of `block` columns of [num_tokens, num_experts]."""
-    if block == 1:
+def _backwards_in_blocks(per_expert: torch.Tensor, experts_per_block: int) -> torch.Tensor:
+    """Reverse the columns of [num_tokens, num_experts], block by block."""
+    if experts_per_block == 1:
         return per_expert
-    return per_expert.unflatten(1, (-1, block)).flip(2).flatten(1)
+    return per_expert.unflatten(1, (-1, experts_per_block)).flip(2).flatten(1)

@@ -34,7 +34,7 @@ class AllToAll:
         self._received = sent.new_empty(sum(received_splits), *sent.shape[1:])
         self._work: Any = None
         self._failure: RuntimeError | None = None
-        process_group = group.process_group
+        process_group = group.torch.process_group
         try:
             self._work = dist.all_to_all_single(
                 self._received,
@@ -48,7 +48,7 @@ class AllToAll:
             self._failure = error
 
     def finish(self, on_host: bool = True) -> torch.Tensor:
-        """Return the received entries, by source; raises the same errors as `EpGroup.wait`.
+        """Return the received entries, by source; raises the same errors as `TorchGroup.wait`.
 
         Args:
             on_host: wait for it, at most until the deadline.  Otherwise only the current stream
@@ -61,7 +61,7 @@ class AllToAll:
             return self._work
 
         if on_host or self._failure is not None or self._group.device.type != "cuda":
-            self._group.wait(work, self._what, self._timeout_s)
+            self._group.torch.wait(work, self._what, self._timeout_s)
             if self._group.device.type != "cuda":
                 self._work = None
                 wait_until_let_go(self._received)
@@ -70,7 +70,7 @@ class AllToAll:
         return self._received
 
 
-class Unwaited:
+class PendingTransfers:
     """Exchanges of a group that no host has waited for; `check` waits, with a deadline."""
 
     def __init__(self, group: EpGroup) -> None:
@@ -124,7 +124,7 @@ class Unwaited:
 
     def _raise_refusal(self) -> None:
         for rank in range(self._group.size):
-            if refusal := self._group.refusal(rank):
+            if refusal := self._group.hosts.link.refusal(rank):
                 raise RefusedError(refusal)
 
 
@@ -139,7 +139,7 @@ def exchange(
     """Send `sent_splits[r]` entries of dimension 0 to rank r; return the received ones, by source.
 
     Sends bytes: exact for every dtype, even those that the backend does not support.  Collective;
-    raises the same errors as `EpGroup.wait`.
+    raises the same errors as `TorchGroup.wait`.
 
     Args:
         group: the ranks.

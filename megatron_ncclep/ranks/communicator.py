@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ncclep.errors import EngineUnavailableError, EpError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries.search import find_nccl
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
@@ -27,17 +27,28 @@ def communicator_of(group: EpGroup, timeout_s: float) -> Any:
         PeerError: the other ranks did not come within `timeout_s` seconds.
         All but the last on every rank, whichever rank failed, and with its reason.
     """
-    return group.share("communicator", lambda: _create(group, timeout_s))
+    made = group.resources.share("communicator", lambda: _Communicator(_create(group, timeout_s)))
+    return made.native
+
+
+class _Communicator(Resource):
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def close(self) -> None:
+        self.native.close()
+
+    def abort(self) -> None:
+        self.native.abort()
 
 
 def _create(group: EpGroup, timeout_s: float) -> Any:
-    nccl, unique_id = on_all_ranks(group, "opening NCCL", lambda: _open(group), timeout_s)
-    theirs = group.exchange(unique_id, "open, exchanging NCCL's unique id", timeout_s)
+    nccl, unique_id = group.hosts.on_all_ranks("opening NCCL", lambda: _open(group), timeout_s)
+    theirs = group.hosts.exchange(unique_id, "open, exchanging NCCL's unique id", timeout_s)
     made: list[Any] = []
     try:
         # Another rank may use up its whole deadline here before it reports a failure.
-        on_all_ranks(
-            group,
+        group.hosts.on_all_ranks(
             "making an NCCL communicator",
             lambda: made.append(_make(group, nccl, theirs[:UNIQUE_ID_BYTES], timeout_s)),
             2 * timeout_s,

@@ -10,54 +10,54 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import EpError, GroupClosedError, PeerError
+from megatron_ncclep.errors import EpError
 from megatron_ncclep.logs import get_logger
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.hosts import Hosts
-from megatron_ncclep.ranks.torch_group import require_alive
-
-_Thing = TypeVar("_Thing")
+from megatron_ncclep.ranks.resources import Resources
+from megatron_ncclep.ranks.torch_group import TorchGroup, require_alive
+from megatron_ncclep.ranks.uncopied import Uncopied
 
 # The open groups of this process, in the order in which they were made, which is the same on all
 # ranks that share several.  The list does not keep the torch groups alive.
 _groups: list[EpGroup] = []
 # Seconds left for freeing when waiting for the other ranks has used up the deadline.
-FREE_S = 5.0
-_CLOSED = (
-    "the expert-parallel group was closed, by megatron_ncclep.close() or by Megatron's "
-    "destroy_model_parallel(): create the engine (or build the model) again"
-)
+FREE_TIMEOUT_S = 5.0
 
 
-class EpGroup(Hosts):
-    """The ranks of one process group: hosts that agree, and the objects of engines and layers.
+class EpGroup(Uncopied):
+    """The ranks of one process group.
 
     Attributes:
+        rank, size, device: of this process in the group; see `TorchGroup`.
+        torch: torch's process group of these ranks.
+        hosts: how they agree and exchange messages.
+        resources: what engines and layers share.
         is_warmup: calls have made-up arguments, and the rows that they drop do not count.
-        is_closed: `close` was called.
         timeout_s: seconds that `close` waits; taken from the newest engine.
         num_low_latency: low-latency objects whose kernels hold SMs while they wait.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, whole: EpGroup | None = None) -> None:
-        """Not collective; the arguments are those of `Hosts`."""
-        super().__init__(process_group, whole)
+        """Not collective; `whole`: the whole group, if this is a part that torch does not list."""
+        self.torch: TorchGroup = TorchGroup(process_group, None if whole is None else whole.torch)
+        self.rank, self.size = self.torch.rank, self.torch.size
+        self.device = self.torch.device
+        self.hosts = Hosts(self.torch)
+        self.resources = Resources(self.torch, self.hosts)
         self.is_warmup = False
-        self.is_closed = False
         self.timeout_s = EpConfig.timeout_s
         self.num_low_latency = 0
+        self._whole = whole
         self._left_alone = False  # closed without the other ranks
         self._is_first_step = True
         self._logged: set[str] = set()
-        self._shared: dict[str, _Shared] = {}
         self._ranks_per_node: list[int] | None = None
         self._ranks_per_gpu: int | None = None
 
@@ -73,64 +73,13 @@ class EpGroup(Hosts):
         require_alive(process_group)
         if found := _find(process_group):
             return found
-        for group in [group for group in _groups if not group.is_alive]:
+        for group in [group for group in _groups if not group.torch.is_alive]:
             group.close()
         _groups.append(cls(process_group))
         return _groups[-1]
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the group is open and torch still knows the process group."""
-        return not self.is_closed and super().is_alive
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The torch group; raises GroupClosedError once it is destroyed, or this one closed."""
-        self.require_open()
-        return super().process_group
-
-    def require_open(self) -> None:
-        """Raise GroupClosedError once the group is closed."""
-        if self.is_closed:
-            raise GroupClosedError(_CLOSED)
-
-    def share(self, name: str, make: Callable[[], _Thing]) -> _Thing:
-        """Return the group's object called `name`, made by `make` if there is none yet.
-
-        It belongs to the group: all engines and layers of the group share it, and its `close` is
-        called when all of them have released it, or `abort`, if it has that, when the group closes
-        without the other ranks.  If it has a method `check`, `EpGroup.check` calls it.  As
-        collective as `make` is.
-        """
-        if name not in self._shared:
-            self._shared[name] = _Shared(make())
-        shared = self._shared[name]
-        shared.num_users += 1
-        thing: _Thing = shared.thing
-        return thing
-
-    def shared(self, name: str) -> Any:
-        """The object that `share` returned for `name`; None if there is none now."""
-        found = self._shared.get(name)
-        return found and found.thing
-
-    def release(self, name: str, timeout_s: float) -> None:
-        """Release the object that `share` returned; the last user closes it.  Collective.
-
-        Does nothing when the group is closed or has failed, or when torch has destroyed it: the
-        ranks cannot agree then, and `close` frees the object.
-        """
-        if not self.is_alive or self._failure:
-            return
-        self.agree("close", {}, None, timeout_s)
-        shared = self._shared[name]
-        shared.num_users -= 1
-        if shared.num_users == 0:
-            del self._shared[name]
-            shared.thing.close()
-
     def close(self, alone: bool = False) -> None:
-        """Close the engines' shared objects, newest first, and the hosts' memory.  Idempotent.
+        """Close the resources, newest first, and the hosts' memory.  Idempotent.
 
         Collective, unless torch has destroyed the group.  Waits at most `timeout_s` seconds for the
         other ranks.  If they do not come, or have died, this rank frees its part without them, and
@@ -140,88 +89,69 @@ class EpGroup(Hosts):
         Args:
             alone: do not wait for the other ranks.
         """
-        if self.is_closed:
+        if self.torch.is_closed:
             return
         give_up = time.monotonic() + self.timeout_s
-        if self._whole is None:
-            self._left_alone = alone or not self._agree_to_close()
-        else:  # a part closes with the whole group, whose ranks have agreed
-            assert isinstance(self._whole, EpGroup)
+        # A part closes with the whole group, whose ranks have agreed.
+        if self._whole is not None:
             self._left_alone = self._whole._left_alone
+        else:
+            self._left_alone = alone or not self._agree_to_close()
         # From here on, closing never waits for another rank.
-        self.is_closed = True
+        self.torch.is_closed = True
         if self in _groups:
             _groups.remove(self)
         # Freeing waits for the device, which may itself wait for a rank that is gone.
         thread = threading.Thread(target=self._free, name="ncclep-close", daemon=True)
         thread.start()
-        thread.join(max(give_up - time.monotonic(), FREE_S))
+        thread.join(max(give_up - time.monotonic(), FREE_TIMEOUT_S))
         if thread.is_alive():
-            self._log_close(
-                logging.WARNING,
-                "the device is still busy; the group's memory is freed when it is idle",
-            )
+            text = "the device is still busy; the group's memory is freed when it is idle"
+            self.resources.log(logging.WARNING, text)
 
     def _agree_to_close(self) -> bool:
         """Whether all ranks are closing the group now.  Collective."""
-        if not self.is_alive:
-            self._log_close(logging.DEBUG, "closed after torch has destroyed the process group")
+        if not self.torch.is_alive:
+            text = "closed after torch has destroyed the process group"
+            self.resources.log(logging.DEBUG, text)
             return False
         try:
-            self.agree("close", {}, None, self.timeout_s)
+            self.hosts.agree("close", {}, None, self.timeout_s)
         except EpError as error:
-            self._log_close(logging.WARNING, f"closed without the other ranks: {error}")
+            self.resources.log(logging.WARNING, f"closed without the other ranks: {error}")
             return False
         return True
 
     def _free(self) -> None:
-        """Free this rank's resources.  Not collective, but may wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # each thread has its own current device
-        while self._shared:
-            name, shared = self._shared.popitem()
-            try:
-                if self._left_alone and hasattr(shared.thing, "abort"):
-                    shared.thing.abort()  # which does not wait for the other ranks
-                else:
-                    shared.thing.close()
-            except Exception as error:  # the rest must still be freed
-                self._log_close(logging.WARNING, f"{name} could not be freed: {error}")
-                if isinstance(error, PeerError):  # kernels that have yet to run use what it used
-                    break
-        self._link.close()
-
-    def _log_close(self, level: int, text: str) -> None:
-        get_logger().log(
-            level, "rank %d of %d of an expert-parallel group: %s", self.rank, self.size, text
-        )
+        self.resources.free(self._left_alone)
+        self.hosts.link.close()
 
     def check(self) -> None:
         """Raise failures on the device that no call has raised yet.  Not collective.
 
-        Calls `check` of every shared object that has one.  Each documents how it waits for the
-        device; engines whose calls wait on the host need no check.
+        Calls `check` of every resource, which says how it waits for the device; engines whose calls
+        wait on the host need none.
 
         Raises:
             PeerError: a wait for another rank passed its deadline on the device: everything that
                 engines have returned since is NaN.
-            RowsDroppedError: see `Shortage.check`.
+            RowsDroppedError: see `OverflowReport.check`.
         """
-        for shared in list(self._shared.values()):
-            if check := getattr(shared.thing, "check", None):
-                check()
-        if self._is_used:  # otherwise it is another model's step, before this group's first call
+        for resource in self.resources:
+            resource.check()
+        if self.hosts.is_used:  # otherwise it is another model's step, before the first call here
             self._is_first_step = False
 
     def raise_failure(self) -> None:
         """Raise failures that the device has reported by now.  Does not wait; not collective."""
-        for shared in list(self._shared.values()):
-            if raise_failure := getattr(shared.thing, "raise_failure", None):
-                raise_failure()
+        for resource in self.resources:
+            resource.raise_failure()
 
     def begin_first_step(self) -> None:
         """Use the first step's longer deadline again, for a new engine.  Not collective."""
-        self._is_first_step, self._is_used = True, False
+        self._is_first_step, self.hosts.is_used = True, False
 
     def deadline_s(self, config: EpConfig) -> float:
         """Seconds for which an engine with these options waits now.  Not collective.
@@ -231,7 +161,7 @@ class EpGroup(Hosts):
         afterwards, and always during CUDA graph capture, because the captured kernels keep their
         deadline.  The group of a node's ranks follows the whole group.
         """
-        if isinstance(self._whole, EpGroup):
+        if self._whole is not None:
             return self._whole.deadline_s(config)
         if not self._is_first_step:
             return config.timeout_s
@@ -241,13 +171,12 @@ class EpGroup(Hosts):
     def waited_ns(self) -> torch.Tensor:
         """Nanoseconds that this rank has waited so far for others to reach a call: int64 [1].
 
-        The sum of the host's waits, in `exchange`, and the device's, which shared objects report
-        (`device_waited_ns`).  On the group's device.  Not collective, and does not wait.
+        The sum of the host's waits, in `Hosts.exchange`, and the device's, which resources report.
+        On the group's device.  Not collective, and does not wait.
         """
-        waited = torch.full((1,), self._waited_ns, dtype=torch.int64, device=self.device)
-        for shared in self._shared.values():
-            if on_device := getattr(shared.thing, "device_waited_ns", None):
-                waited += on_device()
+        waited = torch.full((1,), self.hosts.waited_ns, dtype=torch.int64, device=self.device)
+        for resource in self.resources:
+            waited += resource.device_waited_ns()
         return waited
 
     def log_once(self, level: int, subject: str, text: str) -> None:
@@ -259,11 +188,16 @@ class EpGroup(Hosts):
             self._logged.add(subject)
             get_logger().log(level, text)
 
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        """Log `text` on the first rank only, once for the group."""
+        if self.rank == 0:
+            self.log_once(level, text, text)
+
     def ranks_per_node(self, timeout_s: float) -> list[int]:
         """The number of the group's ranks on each node.  Collective on the first call."""
         if self._ranks_per_node is None:
-            mine = torch.tensor([_number_of(place.host_name())])
-            hosts = self.gather(mine, "open, exchanging the names of nodes", timeout_s)
+            mine = torch.tensor([_number_of(topology.host_name())])
+            hosts = self.hosts.gather(mine, "open, exchanging the names of nodes", timeout_s)
             self._ranks_per_node = list(Counter(hosts.flatten().tolist()).values())
         return self._ranks_per_node
 
@@ -277,8 +211,9 @@ class EpGroup(Hosts):
                 self._ranks_per_gpu = 1
                 return 1
             gpu = _number_of(str(torch.cuda.get_device_properties(self.device).uuid))
-            mine = torch.tensor([gpu, place.most_ranks_per_gpu()])
-            theirs = self.gather(mine, "open, exchanging which GPUs the ranks have", timeout_s)
+            mine = torch.tensor([gpu, topology.most_ranks_per_gpu()])
+            what = "open, exchanging which GPUs the ranks have"
+            theirs = self.hosts.gather(mine, what, timeout_s)
             inside = max(Counter(theirs[:, 0].tolist()).values())
             self._ranks_per_gpu = max(inside, int(theirs[:, 1].max()))
         return self._ranks_per_gpu
@@ -286,7 +221,7 @@ class EpGroup(Hosts):
 
 def _find(process_group: dist.ProcessGroup) -> EpGroup | None:
     """The open group of `process_group`, if there is one."""
-    return next((group for group in _groups if group._process_group() is process_group), None)
+    return next((group for group in _groups if group.torch.is_of(process_group)), None)
 
 
 def close_group(process_group: dist.ProcessGroup, alone: bool = False) -> None:
@@ -324,8 +259,8 @@ def raise_failures() -> None:
 
 
 def all_shared(name: str) -> list[Any]:
-    """The objects that this process's groups share as `name` (`EpGroup.share`).  Not collective."""
-    return [thing for group in _groups if (thing := group.shared(name)) is not None]
+    """The resources of this process's groups that are called `name`.  Not collective."""
+    return [thing for group in _groups if (thing := group.resources.find(name)) is not None]
 
 
 def groups_with_low_latency() -> int:
@@ -338,7 +273,7 @@ def lost_ranks() -> str:
 
     Not collective.  Empty if none is known: only ranks that share memory can tell.
     """
-    found = [(group, group.lost()) for group in list(_groups)]
+    found = [(group, group.torch.lost()) for group in list(_groups)]
     return "; ".join(
         f"rank {group.rank} of {group.size} of an expert-parallel group: {lost}"
         for group, lost in found
@@ -349,11 +284,3 @@ def lost_ranks() -> str:
 def _number_of(name: str) -> int:
     """A number that identifies a name (56 bits of its SHA-256)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-
-
-@dataclass
-class _Shared:
-    """An object that belongs to a group, and the number of its users."""
-
-    thing: Any
-    num_users: int = 0

@@ -1,8 +1,9 @@
 """How the hosts of a group's ranks exchange messages, count their calls, and agree on them.
 
 Ranks that move rows must be in the same call with matching arguments.  So each rank sends a message
-to all others, through shared memory where they have some (`exchange.py`), and otherwise over torch
-(`torch_group.py`).
+to all others, through shared memory where they have some (`host_link.py`), and otherwise over torch
+(`torch_group.py`).  Everywhere in ranks/, `what` names a call in errors, and a rank waits for the
+others for `timeout_s` seconds.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ import ast
 import hashlib
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
-from megatron_ncclep.ranks.exchange import DYING_S, HostLink
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    EpError,
+    InputError,
+    LibraryError,
+    PeerError,
+    RefusedError,
+)  # fmt: skip
+from megatron_ncclep.ranks.host_link import HostLink
 from megatron_ncclep.ranks.torch_group import TEXT_BYTES, TorchGroup, bytes_of
 
 PHASES = ("open", "plan", "dispatch", "combine", "close")
@@ -34,7 +42,19 @@ START_AGAIN = (
     "the model) again"
 )
 # Calls in which ranks that have refused one take part.
-FRESH_PHASES = ("open", "close")
+CLEARING_PHASES = ("open", "close")
+
+
+# Errors of a step that are raised on all ranks with their own type; any other counts as the first.
+# If ranks differ, the first of these is raised: a late rank may have waited for one that failed.
+STEP_ERRORS: tuple[type[EpError], ...] = (
+    LibraryError,
+    InputError,
+    EngineUnavailableError,
+    PeerError,
+)
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -50,30 +70,36 @@ class Agreement:
     gathered: list[int]
 
 
-class Hosts(TorchGroup):
-    """The hosts of one process group's ranks, in rank order.  `EpGroup` is one."""
+class Hosts:
+    """The hosts of one process group's ranks, in rank order.
 
-    def __init__(self, process_group: dist.ProcessGroup, whole: Hosts | None = None) -> None:
-        """Not collective; the arguments are those of `TorchGroup`."""
-        super().__init__(process_group, whole)
+    Attributes:
+        link: the memory that they share, if they do, and what it tells of other ranks.
+        is_used: any call but opening and closing was made.
+        failure: the error after which the ranks cannot agree any more; empty if there was none.
+        waited_ns: for other ranks, in `exchange`.
+    """
+
+    def __init__(self, torch_group: TorchGroup) -> None:
+        """Not collective."""
+        self._torch, self.size = torch_group, torch_group.size
+        self.is_used, self.failure, self.waited_ns = False, "", 0
         self._num_calls = 0
-        self._is_used = False  # whether any call but opening and closing was made
         self._since = 0  # refusals of earlier calls do not affect the current one
         self._own_refusal = ""
-        self._failure = ""  # the error after which the ranks cannot agree any more
-        self._waited_ns = 0  # for other ranks, in `exchange`
-        self._link = HostLink(self.rank, self.size)
+        self.link = HostLink(torch_group.rank, self.size)
+        torch_group.lost = self.link.lost
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def enter(self, skips_exchange: bool = True, is_fresh: bool = False) -> int:
+    def enter(self, skips_exchange: bool = True, clears_refusals: bool = False) -> int:
         """Count a call in which the hosts need not agree; `agree` counts its own.
 
         Not collective, but every rank counts the same calls.
 
         Args:
             skips_exchange: this rank exchanges nothing in it; ranks that do exchange raise.
-            is_fresh: ranks that have refused an earlier call take part too.
+            clears_refusals: ranks that have refused an earlier call take part too.
 
         Returns:
             the number of the call, the same on every rank.
@@ -81,43 +107,27 @@ class Hosts(TorchGroup):
         Raises:
             GroupClosedError: the process group was destroyed.
         """
-        _ = self.process_group  # raises when torch no longer knows it
+        _ = self._torch.process_group  # raises when torch no longer knows it
         self._num_calls += 1
-        self._is_used |= not is_fresh
-        self._since = self._num_calls if is_fresh else 0
-        self._link.enter(self._num_calls, skips_exchange, self._since)
+        self.is_used |= not clears_refusals
+        self._since = self._num_calls if clears_refusals else 0
+        self.link.enter(self._num_calls, skips_exchange, self._since)
         return self._num_calls
 
     def refuse(self, reason: str) -> None:
         """Count a call, and tell the other ranks why this one refuses it.
 
         Not collective, and does not wait.  Ranks that wait for this one in `exchange` raise; the
-        engine has to notify ranks that wait on the device, which then ask `refusal`.
+        engine has to notify ranks that wait on the device, which then ask `HostLink.refusal`.
         """
         self.enter()
         self._own_refusal = reason
-        self._link.refuse(reason)
+        self.link.refuse(reason)
 
     def forget_refusal(self) -> None:
         """Withdraw a refusal when the engine that it ended is created again.  Not collective."""
         self._own_refusal = ""
-        self._link.refuse("")
-
-    def refusal(self, rank: int) -> str:
-        """Why `rank` last refused a call; empty if it did not, or without shared memory."""
-        return self._link.refusal(rank)
-
-    def rank_ahead(self) -> int | None:
-        """A rank that skips this call's exchange, or is in a later call.
-
-        None if there is none, if all ranks have exchanged something in this call, or if the ranks
-        share no memory.
-        """
-        return self._link.rank_ahead()
-
-    def lost(self, wait_s: float = DYING_S) -> str:
-        """Say which ranks have died or left; empty if none is known.  See `HostLink.lost`."""
-        return self._link.lost(wait_s)
+        self.link.refuse("")
 
     def agree(
         self,
@@ -125,7 +135,6 @@ class Hosts(TorchGroup):
         values: dict[str, int | str | None],
         problem: str | None,
         timeout_s: float,
-        error: type[EpError] = InputError,
         payload: int = 0,
     ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
@@ -138,18 +147,16 @@ class Hosts(TorchGroup):
             values: what must be equal on all ranks, by the names that errors give them.
             problem: what is wrong on this rank, if anything is.
             timeout_s: seconds to wait for the other ranks.
-            error: what to raise for a problem.
             payload: a number that may differ between ranks and is passed on to all of them.
 
         Raises:
-            InputError: on every rank, when values differ or (unless `error` says otherwise) when
-                any rank has a problem.
+            InputError: on every rank, when values differ or any rank has a problem.
             RefusedError: a rank has refused a call, and will not come.
             PeerError: a rank did not come in time, died, or is in a different call.
         """
         # A rank that has refused a call still takes part in closing engines and opening new ones.
-        is_fresh = phase in FRESH_PHASES
-        call = self.enter(skips_exchange=False, is_fresh=is_fresh)
+        clears_refusals = phase in CLEARING_PHASES
+        call = self.enter(skips_exchange=False, clears_refusals=clears_refusals)
         head = (PHASES.index(phase), call)
         state = HAS_PROBLEM * (problem is not None) | HAS_REFUSED * bool(self._own_refusal)
         text = repr(values).encode()  # takes a third of JSON's time
@@ -163,22 +170,22 @@ class Hosts(TorchGroup):
         while any(row[:2] != head for row in theirs):
             if not any(row[2] & HAS_REFUSED for row in theirs):
                 raise self._failed(PeerError(different_calls(_where(theirs))))
-            if is_fresh and {row[0] for row in theirs} == {head[0]}:
+            if clears_refusals and {row[0] for row in theirs} == {head[0]}:
                 # Some ranks queued further calls before they heard of the refusal.
                 self._num_calls = call = max(row[1] for row in theirs)
                 break
-            self._tell_of_refusal(theirs, is_fresh, phase, timeout_s)
+            self._tell_of_refusal(theirs, clears_refusals, phase, timeout_s)
             everything = self.exchange(mine, f"{phase}, call {call}", timeout_s)
             theirs = list(MESSAGE.iter_unpack(everything))
         if any(row[2] & HAS_PROBLEM for row in theirs):
-            raise error(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
+            raise InputError(f"{phase}: {self.gather_problems(problem, phase, timeout_s)}")
         if len({row[4:] for row in theirs}) > 1:
             most_bytes = max(row[4] for row in theirs)
             raise InputError(self._what_differs(text, most_bytes, phase, timeout_s))
         return Agreement(call, [row[3] for row in theirs])
 
     def _tell_of_refusal(
-        self, theirs: list[tuple[Any, ...]], is_fresh: bool, phase: str, timeout_s: float
+        self, theirs: list[tuple[Any, ...]], clears_refusals: bool, phase: str, timeout_s: float
     ) -> None:
         """Meet ranks that have refused a call while others are in it.  Collective.
 
@@ -187,7 +194,8 @@ class Hosts(TorchGroup):
 
         Args:
             theirs: every rank's message.
-            is_fresh: this rank is in an open or close too, and will exchange its message again.
+            clears_refusals: this rank is in an open or close too, and will exchange its message
+                again.
 
         Raises:
             RefusedError: on ranks that are in another call; the same text on all.
@@ -195,9 +203,9 @@ class Hosts(TorchGroup):
         """
         what = f"{phase}, exchanging why a call was refused"
         texts = self._exchange_texts(self._own_refusal, what, timeout_s)
-        if not is_fresh:
+        if not clears_refusals:
             raise RefusedError(next(filter(None, texts)))
-        if all(PHASES[row[0]] in FRESH_PHASES for row in theirs):
+        if all(PHASES[row[0]] in CLEARING_PHASES for row in theirs):
             raise self._failed(PeerError(different_calls(_where(theirs))))
 
     def _what_differs(self, text: bytes, most_bytes: int, phase: str, timeout_s: float) -> str:
@@ -217,15 +225,10 @@ class Hosts(TorchGroup):
     # --- messages ---------------------------------------------------------------------------------
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
+        """Send `mine`, as many bytes on each rank, to all; return all ranks'.  Collective.
 
-        Through shared memory where all ranks can share some, and otherwise over the process group
-        (see `HostLink`).  Does not wait for what is queued on any device.
-
-        Args:
-            mine: at least one byte; as many on every rank.
-            what: names the call in errors.
-            timeout_s: seconds to wait for the other ranks.
+        In the order of ranks, at least one byte of each; through shared memory if all ranks can
+        share some, otherwise over the process group (see `HostLink`).  Waits for no device.
 
         Raises:
             GroupClosedError: the process group was destroyed.
@@ -234,40 +237,40 @@ class Hosts(TorchGroup):
                 different number of bytes; names this rank and `what`.  Or the ranks have failed to
                 agree in an earlier call.
         """
-        _ = self.process_group  # raises when torch no longer knows it
-        if self._failure:
+        _ = self._torch.process_group  # raises when torch no longer knows it
+        if self.failure:
             raise PeerError(
                 f"{what} cannot be agreed on: the expert-parallel group has failed in an earlier "
-                f"call: {self._failure}. If all of its ranks are alive, {START_AGAIN}"
+                f"call: {self.failure}. If all of its ranks are alive, {START_AGAIN}"
             )
         begin = time.monotonic_ns()
         try:
-            theirs = self._link.exchange(mine, what, timeout_s)
+            theirs = self.link.exchange(mine, what, timeout_s)
             if theirs is None:
                 theirs = self._exchange_without_memory(mine, what, timeout_s)
-            self._waited_ns += time.monotonic_ns() - begin
+            self.waited_ns += time.monotonic_ns() - begin
             return theirs
         except PeerError as error:
             for rank in range(self.size):
-                if refusal := self._link.refusal(rank, self._since):
+                if refusal := self.link.refusal(rank, self._since):
                     raise RefusedError(refusal) from None
-            if self.rank_ahead() is None:  # one that is ahead may meet this one in a later call
+            if self.link.rank_ahead() is None:  # it may meet this one in a later call
                 self._failed(error)
             raise
 
     def _failed(self, error: PeerError) -> PeerError:
         """`error`, after which every exchange raises at once: the ranks are out of step."""
-        self._failure = self._failure or str(error)
+        self.failure = self.failure or str(error)
         return error
 
     def _exchange_without_memory(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         """`exchange` where no memory is shared, or not yet: on the first exchange."""
-        if not self._link.is_open:
-            self._link.open(lambda part: self.exchange_by_torch(part, what, timeout_s))
-            theirs = self._link.exchange(mine, what, timeout_s)
+        if not self.link.is_open:
+            self.link.open(lambda part: self._torch.exchange_by_torch(part, what, timeout_s))
+            theirs = self.link.exchange(mine, what, timeout_s)
             if theirs is not None:
                 return theirs
-        return self.exchange_by_torch(mine, what, timeout_s)
+        return self._torch.exchange_by_torch(mine, what, timeout_s)
 
     def exchange_padded(
         self, mine: bytes, most_bytes: int, what: str, timeout_s: float
@@ -305,6 +308,35 @@ class Hosts(TorchGroup):
             return texts[0]
         return "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text)
 
+    def on_all_ranks(self, what: str, step: Callable[[], _Result], timeout_s: float) -> _Result:
+        """Take a step that may fail on one rank alone; if it fails on any, raise on all.
+
+        For local work between two exchanges, such as opening a library: if a rank just raised, the
+        others would wait for it in the next exchange and never learn why it is missing.
+
+        Returns:
+            the result of `step` on this rank, if it succeeded on all ranks.
+
+        Raises:
+            one of STEP_ERRORS: on every rank, with the reasons of all that failed.
+            PeerError: a rank did not come in time.
+        """
+        failure: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:  # of any kind: the other ranks have to know
+            failure = error
+        problem = None if failure is None else _reason(failure)
+        if problems := self.gather_problems(problem, what, timeout_s):
+            kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
+            mine = -1 if failure is None else (kinds or [0])[0]
+            all_kinds = self.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
+            raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
+            # An error of this package is complete, and as a cause would only be printed twice.
+            cause = None if isinstance(failure, EpError) else failure
+            raise raised(f"{what}: {problems}") from cause
+        return result
+
     def _exchange_texts(self, mine: str, what: str, timeout_s: float) -> list[str]:
         """Exchange texts, of which the first `TEXT_BYTES` bytes go; by rank.  Collective."""
         theirs = self.exchange_padded(mine.encode()[:TEXT_BYTES], TEXT_BYTES, what, timeout_s)
@@ -331,3 +363,9 @@ def difference(phase: str, name: str, each: str) -> str:
         f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
         f"Give every rank the same {name}"
     )
+
+
+def _reason(error: Exception) -> str:
+    """The text of an exception; with its type, unless it is one of this package's."""
+    text = str(error)
+    return text if text and isinstance(error, EpError) else f"{type(error).__name__}: {text}"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_ncclep.libraries.tested import numbers
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 
 # Seconds that the other ranks have to answer once one has failed.  If all ranks fail, all of them
 # answer within moments, even on a busy machine.  A rank that waits in a collective for the failed
@@ -212,7 +212,7 @@ def join(backend: str) -> RankContext:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if backend == "nccl" else "cpu"
     if device == "cuda":
-        place.use_gpu(int(os.environ["LOCAL_RANK"]))
+        topology.use_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=300))
     assert dist.group.WORLD is not None  # just made
     return RankContext(rank, size, dist.group.WORLD, device)

@@ -10,7 +10,7 @@ Example: 2 nodes with 3 ranks each
     node 0              rank 0   1   2
     node 1              rank 3   4   5
 
-has the rails 0 3, 1 4 and 2 5; by rail the ranks are 0 3 1 4 2 5.
+has the rails 0 3, 1 4 and 2 5.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch._C._distributed_c10d import PrefixStore
 from megatron_ncclep import envs
 from megatron_ncclep.errors import EngineUnavailableError, PeerError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.agreement import on_all_ranks
-from megatron_ncclep.ranks.all_to_all import Unwaited
+from megatron_ncclep.ranks import topology
+from megatron_ncclep.ranks.all_to_all import PendingTransfers
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 NAME_BYTES = 64
 NONCE_BYTES = 16
@@ -68,10 +68,6 @@ class Nodes:
         """The ranks with the local index of `rank`, by node."""
         return list(range(self.local_index(rank), self.size, self.ranks_on_each))
 
-    def ranks_by_rail(self) -> list[int]:
-        """All ranks in the slot order BY_RAIL."""
-        return [rank for first in range(self.ranks_on_each) for rank in self.rail_of(first)]
-
     @property
     def size(self) -> int:
         """R, ranks of the group."""
@@ -103,13 +99,13 @@ def nodes_from(names: list[str]) -> Nodes | str:
     return Nodes(len(runs), runs[0][1])
 
 
-class Grid:
+class Grid(Resource):
     """The nodes of a group, and the group of this node's ranks.
 
     Attributes:
         nodes: the shape.
         local: this node's ranks, by local index; the whole group where there is one node.
-        unwaited: network transfers that no host has waited for.
+        pending_transfers: network transfers that no host has waited for.
     """
 
     def __init__(self, group: EpGroup, nodes: Nodes, timeout_s: float) -> None:
@@ -117,7 +113,7 @@ class Grid:
         self.nodes = nodes
         self._made: dist.ProcessGroup | None = None
         self.local = group
-        self.unwaited = Unwaited(group)
+        self.pending_transfers = PendingTransfers(group)
         if nodes.count > 1:
             self._made = _group_of_node(group, nodes, timeout_s)
             self.local = EpGroup(self._made, group)
@@ -125,7 +121,7 @@ class Grid:
     def check(self) -> None:
         """See `EpGroup.check`: network transfers, and what this node's ranks share."""
         # First, because it has a deadline: transfers inside the node wait for those between nodes.
-        self.unwaited.check()
+        self.pending_transfers.check()
         if self._made is not None:
             self.local.check()
 
@@ -153,19 +149,19 @@ def grid_of(group: EpGroup, timeout_s: float) -> Grid:
             raise EngineUnavailableError(nodes)
         return Grid(group, nodes, timeout_s)
 
-    return group.share("grid", make)
+    return group.resources.share("grid", make)
 
 
 def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
     """Find out which ranks are on which node, or why they do not form a grid.  Collective."""
     what = "open, looking for the nodes of the ranks"
-    name, can_ask_nccl = on_all_ranks(group, what, lambda: _own_node(group), timeout_s)
-    theirs = group.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
+    name, can_ask_nccl = group.hosts.on_all_ranks(what, lambda: _own_node(group), timeout_s)
+    theirs = group.hosts.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
     names = [each.decode(errors="replace") for each in theirs]
-    can_ask = group.gather(torch.tensor([int(can_ask_nccl)]), what, timeout_s)
+    can_ask = group.hosts.gather(torch.tensor([int(can_ask_nccl)]), what, timeout_s)
     if bool(can_ask.all()):
         size: int = communicator_of(group, timeout_s).lsa_size
-        sizes = group.gather(torch.tensor([size]), what, timeout_s).flatten().tolist()
+        sizes = group.hosts.gather(torch.tensor([size]), what, timeout_s).flatten().tolist()
         # Ranks without NVLink are each their own domain: then their host names tell more.
         if min(sizes) > 1:
             names = [f"NVLink domain {rank // most}" for rank, most in enumerate(sizes)]
@@ -177,7 +173,8 @@ def _own_node(group: EpGroup) -> tuple[str, bool]:
     ranks_on_each = envs.get("NCCLEP_LOCAL_RANKS")
     if ranks_on_each is not None:
         return f"node {group.rank // ranks_on_each}", False
-    return place.host_name(), group.device.type == "cuda" and extension.unavailable_reason() is None
+    on_gpu = group.device.type == "cuda"
+    return topology.host_name(), on_gpu and extension.unavailable_reason() is None
 
 
 def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.ProcessGroup:
@@ -188,7 +185,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
     this process is in, which may differ between members, or repeat the name of a destroyed group.
     """
     what = "open, making the group of a node's ranks"
-    words = group.exchange(os.urandom(NONCE_BYTES), what, timeout_s)[:NONCE_BYTES].hex()
+    words = group.hosts.exchange(os.urandom(NONCE_BYTES), what, timeout_s)[:NONCE_BYTES].hex()
     name = f"ncclep/{words}/{nodes.node_of(group.rank)}/"
     place = (nodes.local_index(group.rank), nodes.ranks_on_each)
     made: list[dist.ProcessGroup | Exception] = []
@@ -210,7 +207,7 @@ def _group_of_node(group: EpGroup, nodes: Nodes, timeout_s: float) -> dist.Proce
             raise PeerError(str(made[0])) from made[0]
         return made[0]
 
-    return on_all_ranks(group, what, wait, 2 * timeout_s)
+    return group.hosts.on_all_ranks(what, wait, 2 * timeout_s)
 
 
 def _make_group(device: str, name: str, rank: int, size: int) -> dist.ProcessGroup:

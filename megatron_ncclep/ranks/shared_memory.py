@@ -69,9 +69,9 @@ def open_together(
         opening.names = [theirs[start + 1 : start + size] for start in range(0, len(theirs), size)]
         return all(theirs[::size])
 
-    with opening.on_the_way, opening.undo:
+    with opening.cleanup, opening.rollback:
         if do(opening.bind) and do(opening.send) and do(opening.receive):
-            opening.undo.pop_all()
+            opening.rollback.pop_all()
             return opening.memory, None
     return None, _reasons(reason, gather)
 
@@ -95,21 +95,19 @@ class _Opening:
     Attributes:
         names: by rank; rank 0's is the token, another rank's its address.
         memory: a `_C.HostExchange`, once this rank has it.
-        on_the_way: closes resources that are needed only during the attempt.
-        undo: closes resources that are kept if the attempt succeeds.
+        cleanup: closes resources that are needed only during the attempt.
+        rollback: closes resources that are kept if the attempt succeeds.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.names = [secrets.token_bytes(NAME_BYTES)] * size  # the others' are not known yet
         self.memory: _C.HostExchange | None = None
-        self.on_the_way, self.undo = ExitStack(), ExitStack()
+        self.cleanup, self.rollback = ExitStack(), ExitStack()
 
     def bind(self) -> None:
         """Bind a socket to an address, except on rank 0, which only sends."""
-        self._socket = self.on_the_way.enter_context(
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        )
+        self._socket = self.cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         self._socket.setblocking(False)
         if self.rank != 0:
             self._socket.bind(_address(self.names[self.rank]))
@@ -119,7 +117,7 @@ class _Opening:
         if self.rank != 0:
             return
         file = os.memfd_create("ncclep")
-        self.on_the_way.callback(os.close, file)
+        self.cleanup.callback(os.close, file)
         self._map(file)
         for rank, name in enumerate(self.names[1:], start=1):
             try:
@@ -137,12 +135,12 @@ class _Opening:
         _, files, _, _ = socket.recv_fds(self._socket, len(b"memory"), 1)
         if not files:
             raise OSError("no file descriptor came with rank 0's message")
-        self.on_the_way.callback(os.close, files[0])
+        self.cleanup.callback(os.close, files[0])
         self._map(files[0])
 
     def _map(self, file: int) -> None:
         self.memory = extension.load().HostExchange(file, self.names[0], self.size, self.rank)
-        self.undo.callback(self.memory.close)
+        self.rollback.callback(self.memory.close)
 
 
 def _address(name: bytes) -> bytes:

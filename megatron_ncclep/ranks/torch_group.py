@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron_ncclep.errors import GroupClosedError, PeerError, UnsupportedError
 from megatron_ncclep.libraries.tested import numbers
-from megatron_ncclep.ranks.exchange import DYING_S
 from megatron_ncclep.ranks.uncopied import Uncopied
 
 # A wait for the device polls without pause for this long, and then with pauses of this length.
@@ -27,6 +26,10 @@ ABORT_S = 5.0
 # Seconds for gloo's threads to let go of a tensor: it takes them microseconds.
 LET_GO_S = 1.0
 _CPU = torch.device("cpu")
+_CLOSED = (
+    "the expert-parallel group was closed, by megatron_ncclep.close() or by Megatron's "
+    "destroy_model_parallel(): create the engine (or build the model) again"
+)
 _DESTROYED = (
     "the expert-parallel process group was destroyed: create the engine (or the model) again after "
     "torch.distributed is initialised again"
@@ -40,6 +43,9 @@ class TorchGroup(Uncopied):
         process_group: the torch.distributed group.
         rank, size: of this process in the group.
         device: the device of the tensors that the group's backend moves.
+        whole: the whole group, if this is a part of it.
+        is_closed: the group is not used any more, although torch may know it.
+        lost: says which ranks have died or left, for errors; empty if that is not known.
     """
 
     def __init__(
@@ -58,7 +64,8 @@ class TorchGroup(Uncopied):
         """
         self._called = called
         self._process_group = weakref.ref(process_group)
-        self._whole = whole
+        self.whole, self.is_closed = whole, False
+        self.lost: Callable[[], str] = str
         if whole is None:
             require_alive(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
@@ -73,33 +80,36 @@ class TorchGroup(Uncopied):
 
     @property
     def is_alive(self) -> bool:
-        """Whether torch still knows the process group."""
-        if self._whole is not None:
-            return self._whole.is_alive
+        """Whether the group is open and torch still knows the process group."""
+        if self.is_closed:
+            return False
+        if self.whole is not None:
+            return self.whole.is_alive
         group = self._process_group()
         return group is not None and _is_alive(group)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The torch group; raises GroupClosedError once it is destroyed."""
+        """The torch group; raises GroupClosedError once it is destroyed, or this one closed."""
+        self.require_open()
         group = self._process_group()
         if group is None or not self.is_alive:
             raise GroupClosedError(_DESTROYED)
         return group
 
-    def lost(self, wait_s: float = DYING_S) -> str:
-        """Say which ranks have died or left; empty if that is not known, as here."""
-        return ""
+    def is_of(self, process_group: dist.ProcessGroup) -> bool:
+        """Whether this is the group of `process_group`."""
+        return self._process_group() is process_group
+
+    def require_open(self) -> None:
+        """Raise GroupClosedError once the group is closed."""
+        if self.is_closed:
+            raise GroupClosedError(_CLOSED)
 
     def exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         """Send `mine` to all ranks by a collective; return every rank's, in the order of ranks.
 
         Collective, with as many bytes on every rank.
-
-        Args:
-            mine: at least one byte.
-            what: names the call in errors.
-            timeout_s: seconds to wait for the other ranks.
 
         Raises:
             GroupClosedError, PeerError: see `wait`.
@@ -156,8 +166,8 @@ class TorchGroup(Uncopied):
                 self._wait_for_device(work, timeout_s)
         except RuntimeError as error:  # what every backend raises for a dead peer or a timeout
             named = self
-            if self._whole is not None:
-                named, what = self._whole, f"{what} on this node"
+            if self.whole is not None:
+                named, what = self.whole, f"{what} on this node"
                 self._abort()
             # The backend's own text rarely names the rank, and may only describe a consequence.
             lost = self.lost() or "a rank died, is late, or made a different sequence of calls"

@@ -115,12 +115,6 @@ def save(folder: Path, step: int, model: TrainedModel, scheduler: Any, **belongs
 
     After a crash, either the old checkpoint or the new one is the latest.
 
-    Args:
-        folder: folder of the checkpoints.
-        step: the last completed step.
-        model, scheduler: the objects whose state is written.
-        belongs_to: the arguments of `check_settings`.
-
     Raises:
         InputError: it cannot be written; earlier ones are still there.
     """

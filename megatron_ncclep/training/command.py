@@ -124,9 +124,9 @@ def main(args: argparse.Namespace) -> int:
         run(job)
         return 0
     if job.device == "cuda":
-        from megatron_ncclep.ranks import place  # imports torch, which takes seconds
+        from megatron_ncclep.ranks import topology  # imports torch, which takes seconds
 
-        place.require_gpus(job.ranks)
+        topology.require_gpus(job.ranks)
     with remarks_hidden():
         job.prepare()  # mistakes are reported before any rank starts
     with tempfile.TemporaryDirectory(prefix="ncclep-train-") as reports:

@@ -17,7 +17,7 @@ from megatron_ncclep import metrics
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.job import Job
@@ -84,7 +84,7 @@ def _start(job: Job) -> torch.device:
     """Join the process group, and set up and return this rank's device.  Collective."""
     use_gpu = job.device == "cuda" or (job.device == "auto" and torch.cuda.is_available())
     if use_gpu:
-        gpu = place.use_gpu(int(os.environ["LOCAL_RANK"]))
+        gpu = topology.use_gpu(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", gpu))
     else:
         from megatron_ncclep import cpu
@@ -104,14 +104,7 @@ def _start(job: Job) -> torch.device:
 
 
 class Training:
-    """One training with one dispatcher; every method is collective over all ranks.
-
-    Args:
-        job: what to train.
-        dispatcher: one of the job's.
-        device: of this rank.
-        interruption: of this process.
-    """
+    """One training with one dispatcher; every method is collective over all ranks."""
 
     def __init__(
         self, job: Job, dispatcher: str, device: torch.device, interruption: Interruption

@@ -65,10 +65,6 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     Layers of the same sizes share their objects, because they take turns.
 
-    Args:
-        group: the ranks that share the experts.
-        moe: vLLM's FusedMoEConfig.
-
     Raises:
         InputError: the ranks have different numbers of experts.
     """
@@ -98,7 +94,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._payload = payload_of(
             fused_experts.quant_config, moe.hidden_dim, fused_experts.expects_unquantized_inputs
         )
-        engine = group.share(f"vllm {self._num_experts}", self._make_engine)
+        engine = group.resources.share(f"vllm {self._num_experts}", self._make_engine)
         sizes: dict[str, Any] = {
             "hidden": moe.hidden_dim,
             "top_k": moe.experts_per_token,
@@ -111,7 +107,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             def make(most: int = most) -> LowLatency:
                 return create_low_latency(engine, max_tokens=most, **sizes)
 
-            calls = group.share(f"vllm {self._num_experts} {most} {sizes}", make)
+            calls = group.resources.share(f"vllm {self._num_experts} {most} {sizes}", make)
             self._few[most] = FewTokens(calls, self._num_experts)
         self._many = ManyTokens(engine)
         self._reserve_workspace(fused_experts)
@@ -124,7 +120,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 f"max_recv_rows {config.max_recv_rows!r} (NCCLEP_MAX_RECV_ROWS): vLLM's backend "
                 f"{BACKEND} drops no rows; leave it out"
             )
-        return create_engine(self._group.process_group, self._num_experts, config)
+        return create_engine(self._group.torch.process_group, self._num_experts, config)
 
     def _reserve_workspace(self, experts: Any) -> None:
         """Make vLLM's workspace large enough for any routing: after warm-up it must not grow.

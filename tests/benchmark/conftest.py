@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fixtures import closed
 from imports import import_megatron_on_cpu
-from patience import PatientPool
 from rank_pool import RankPool
+from timeouts import PatientPool
 
 two_ranks = closed(lambda: PatientPool(2, prepare=import_megatron_on_cpu))
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
 from benchmarks import layers
 from benchmarks.job import make_subject

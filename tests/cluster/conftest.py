@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import slurm_cluster
+from deselect import leave_out
 from fixtures import closed
-from left_out import leave_out
 from slurm_cluster import SlurmCluster
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from patience import patient
+from timeouts import patient
 
 TREE = Path(sys.prefix) / "slurm"  # where scripts/fetch_slurm.sh unpacks Debian's packages
 LIBRARIES = [*TREE.glob("usr/lib/*-linux-gnu"), *TREE.glob("usr/lib/*/slurm-wlm")]

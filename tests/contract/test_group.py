@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
+from timeouts import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
@@ -30,15 +29,16 @@ from megatron_ncclep.errors import (
 )
 from megatron_ncclep.ranks import all_to_all, torch_group
 from megatron_ncclep.ranks import group as ranks_group
-from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.host_link import HostLink
+from megatron_ncclep.ranks.resources import Resource
 
 DEADLINE_S = patient(60.0)
 # Each test has groups of this process alone: with GPUs nothing of them would differ.
 pytestmark = pytest.mark.cpu_only
 
 
-class Thing:
+class Thing(Resource):
     """Something that engines share.
 
     Attributes:
@@ -70,12 +70,12 @@ def test_everything_shared_is_checked(process_group: dist.ProcessGroup) -> None:
     other = dist.new_group([0])
     first, second = EpGroup.of(process_group), EpGroup.of(other)
     megatron_ncclep.check()  # nothing is shared
-    first.share("communicator", lambda: SimpleNamespace(close=lambda: None))  # has no check
-    first.share("a", lambda: Thing("a", log))
-    second.share("b", lambda: Thing("b", log))
+    first.resources.share("communicator", Resource)  # has no check
+    first.resources.share("a", lambda: Thing("a", log))
+    second.resources.share("b", lambda: Thing("b", log))
     megatron_ncclep.check()
     assert sorted(log) == ["check a", "check b"]
-    second.share("c", lambda: Thing("c", log, "rank 1 did not come in dispatch"))
+    second.resources.share("c", lambda: Thing("c", log, "rank 1 did not come in dispatch"))
     first.check()
     with pytest.raises(PeerError, match="rank 1 did not come in dispatch"):
         second.check()
@@ -90,8 +90,8 @@ def test_a_group_that_failed_on_the_device_gets_no_new_engine(
 ) -> None:
     """Its kernels would have delivered NaN; the hosts agreed, and nothing said how to go on."""
     config = EpConfig(engine="reference")
-    windows = mock.Mock(spec=["raise_failure", "close"])
-    EpGroup.of(process_group).share("windows", lambda: windows)
+    windows = mock.Mock(Resource)
+    EpGroup.of(process_group).resources.share("windows", lambda: windows)
     windows.raise_failure.side_effect = PeerError("rank 1 did not come in dispatch")
     with pytest.raises(InputError, match=r"rank 1 did not come .*; call megatron_ncclep\.close"):
         megatron_ncclep.create_engine(process_group, 4, config)
@@ -110,16 +110,16 @@ def test_what_an_engine_still_uses_stays(process_group: dist.ProcessGroup) -> No
     """Two layers share windows; the first that is closed leaves them to the other."""
     log: list[str] = []
     group = EpGroup.of(process_group)
-    first = group.share("windows", lambda: Thing("windows", log))
-    assert group.share("windows", lambda: Thing("others", log)) is first
-    group.release("windows", DEADLINE_S)
+    first = group.resources.share("windows", lambda: Thing("windows", log))
+    assert group.resources.share("windows", lambda: Thing("others", log)) is first
+    group.resources.release("windows", DEADLINE_S)
     assert log == []
-    assert group.share("windows", lambda: Thing("others", log)) is first
-    group.release("windows", DEADLINE_S)
-    group.release("windows", DEADLINE_S)
+    assert group.resources.share("windows", lambda: Thing("others", log)) is first
+    group.resources.release("windows", DEADLINE_S)
+    group.resources.release("windows", DEADLINE_S)
     assert log == ["close windows"]
     # What comes then is new.
-    assert group.share("windows", lambda: Thing("new windows", log)) is not first
+    assert group.resources.share("windows", lambda: Thing("new windows", log)) is not first
 
 
 def test_a_group_closes_the_last_made_first(process_group: dist.ProcessGroup) -> None:
@@ -128,11 +128,12 @@ def test_a_group_closes_the_last_made_first(process_group: dist.ProcessGroup) ->
     group = EpGroup.of(process_group)
 
     def windows() -> Thing:
-        group.share("communicator", lambda: Thing("communicator", log))  # as engines make them
+        # As engines make them.
+        group.resources.share("communicator", lambda: Thing("communicator", log))
         return Thing("windows", log)
 
-    group.share("windows", windows)
-    group.share("other windows", lambda: Thing("other windows", log))
+    group.resources.share("windows", windows)
+    group.resources.share("other windows", lambda: Thing("other windows", log))
     group.close()
     assert log == ["close other windows", "close windows", "close communicator"]
     group.close()
@@ -153,7 +154,9 @@ def test_all_groups_are_closed_in_the_order_of_their_making(
     log: list[str] = []
     groups = [dist.new_group([0]) for _ in range(3)]
     for number in (2, 0, 1):
-        EpGroup.of(groups[number]).share("thing", lambda n=number: Thing(f"thing {n}", log))
+        EpGroup.of(groups[number]).resources.share(
+            "thing", lambda n=number: Thing(f"thing {n}", log)
+        )
     megatron_ncclep.close(groups[0])
     megatron_ncclep.close(dist.new_group([0]))  # one without engines
     megatron_ncclep.close()
@@ -200,8 +203,8 @@ def test_what_is_over_a_destroyed_process_group_is_freed(process_group: dist.Pro
     first, second = dist.new_group([0]), dist.new_group([0])
     for number, each in enumerate((first, second)):
         name = f"communicator {number}"
-        EpGroup.of(each).share("communicator", lambda name=name: Communicator(name, log))
-        EpGroup.of(each).share("windows", lambda: Thing("windows", log))
+        EpGroup.of(each).resources.share("communicator", lambda name=name: Communicator(name, log))
+        EpGroup.of(each).resources.share("windows", lambda: Thing("windows", log))
     old = EpGroup.of(first)
     dist.destroy_process_group(first)
     old.close()
@@ -218,14 +221,12 @@ def test_what_cannot_be_freed_keeps_only_what_its_kernels_use(
     process_group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, error: type[EpError]
 ) -> None:
     """After a PeerError the device has yet to run some: their communicator must not go."""
-
-    def fail() -> None:
-        raise error("ncclCommWindowDeregister failed")
-
     log: list[str] = []
     group = EpGroup.of(process_group)
-    group.share("communicator", lambda: Thing("communicator", log))
-    group.share("windows", lambda: SimpleNamespace(close=fail))
+    group.resources.share("communicator", lambda: Thing("communicator", log))
+    windows = mock.Mock(Resource)
+    windows.close.side_effect = error("ncclCommWindowDeregister failed")
+    group.resources.share("windows", lambda: windows)
     megatron_ncclep.close()
     assert log == ([] if error is PeerError else ["close communicator"])
     assert "rank 0 of 1 of an expert-parallel group: windows could not be freed: nccl" in (
@@ -239,15 +240,15 @@ def test_a_busy_device_does_not_keep_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Freeing waits for the device, which may wait for a rank that is gone for many minutes."""
-    monkeypatch.setattr(ranks_group, "FREE_S", 0.0)
+    monkeypatch.setattr(ranks_group, "FREE_TIMEOUT_S", 0.0)
     is_idle, is_freed = threading.Event(), threading.Event()
     group = EpGroup.of(process_group)
     group.timeout_s = 0.0
-    group.share("communicator", lambda: SimpleNamespace(close=is_freed.set))
-    group.share("windows", lambda: SimpleNamespace(close=is_idle.wait))
+    group.resources.share("communicator", lambda: mock.Mock(Resource, close=is_freed.set))
+    group.resources.share("windows", lambda: mock.Mock(Resource, close=is_idle.wait))
     megatron_ncclep.close()
     assert "the device is still busy; the group's memory is freed when it is idle" in (caplog.text)
-    assert group.is_closed
+    assert group.torch.is_closed
     assert not is_freed.is_set()
     is_idle.set()
     assert is_freed.wait(DEADLINE_S)
@@ -295,7 +296,7 @@ def test_gloos_threads_let_go_of_tensors(
     for module in (torch_group, all_to_all):
         monkeypatch.setattr(module, "wait_until_let_go", let_go.append)
     group = EpGroup.of(process_group)
-    group.exchange_by_torch(b"text", "a call", 60.0)
+    group.torch.exchange_by_torch(b"text", "a call", 60.0)
     rows = all_to_all.exchange(group, torch.ones(3), [3], [3], "rows", 60.0)
     assert let_go[1].data_ptr() == rows.data_ptr()
     assert len(let_go) == 2

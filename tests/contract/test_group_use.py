@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
+from timeouts import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
@@ -115,13 +115,13 @@ def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memo
         for _ in range(2):
             group, deadline_s = EpGroup.of(process_group), patient(20.0)
             group.timeout_s = deadline_s
-            group.agree("open", {}, None, deadline_s)
+            group.hosts.agree("open", {}, None, deadline_s)
             if ctx.rank == 1:
-                group.refuse("dispatch: rank 1: x is wrong")
+                group.hosts.refuse("dispatch: rank 1: x is wrong")
             else:
-                group.enter()
+                group.hosts.enter()
                 with pytest.raises(PeerError, match="in close, call 3 "):
-                    group.agree("close", {}, None, 0.2)
+                    group.hosts.agree("close", {}, None, 0.2)
             dist.barrier(ctx.group)
             megatron_ncclep.close(process_group)
     dist.destroy_process_group(process_group)
@@ -141,18 +141,18 @@ def test_a_refusal_reaches_ranks_that_want_to_agree(
     group, deadline_s, refusal = EpGroup.of(process_group), patient(20.0), ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
-        group.agree("open", {}, None, deadline_s)
+        group.hosts.agree("open", {}, None, deadline_s)
     if ctx.rank == 1:
-        group.refuse("dispatch: rank 1: x is wrong")
+        group.hosts.refuse("dispatch: rank 1: x is wrong")
     else:
         for _ in range(num_more):
-            group.enter()
+            group.hosts.enter()
         with pytest.raises(RefusedError) as caught:
-            group.agree("dispatch", {}, None, deadline_s)
+            group.hosts.agree("dispatch", {}, None, deadline_s)
         refusal = str(caught.value)
-    call = group.agree("close", {}, None, deadline_s).call
-    group.forget_refusal()
-    assert group.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
+    call = group.hosts.agree("close", {}, None, deadline_s).call
+    group.hosts.forget_refusal()
+    assert group.hosts.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
     group.close()
     dist.destroy_process_group(process_group)
     said = "" if ctx.rank == 1 else "dispatch: rank 1: x is wrong"

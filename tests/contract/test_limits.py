@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_combine
-import test_dispatch
-import test_plan
+import test_steps
 import torch
 from contract_cases import contract_cases
 from rank_pool import RankContext, RankPool
@@ -73,11 +71,6 @@ def restricted(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> PoolWithEngin
     return PoolWithEngine(pool)
 
 
-STEPS = {
-    "plan": test_plan.test_counts_and_slots_are_the_oracles,
-    "dispatch": test_dispatch.test_rows_and_weights_are_the_oracles,
-    "combine": test_combine.test_sums_and_values_are_the_oracles,
-}
 # A case that breaks each limit.
 BROKEN = {refusal(case, CAPS): case for ranks in (1, 2) for case in contract_cases(ranks)}
 BROKEN["max_local_experts"] = Case("66-experts", (3, 4), num_experts=66, hidden=64)
@@ -85,7 +78,6 @@ del BROKEN[None]
 assert len(BROKEN) == 7
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("limit", BROKEN)
-def test_what_exceeds_a_limit_is_refused(restricted: PoolWithEngine, step: str, limit: str) -> None:
-    STEPS[step](restricted, "restricted", BROKEN[limit])
+def test_what_exceeds_a_limit_is_refused(restricted: PoolWithEngine, limit: str) -> None:
+    test_steps.test_all_steps_are_the_oracles(restricted, "restricted", BROKEN[limit])

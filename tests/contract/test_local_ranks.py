@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
 

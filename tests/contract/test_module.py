@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

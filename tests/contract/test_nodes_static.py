@@ -32,7 +32,7 @@ from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
-from megatron_ncclep.ranks.all_to_all import AllToAll, Unwaited
+from megatron_ncclep.ranks.all_to_all import AllToAll, PendingTransfers
 from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = [pytest.mark.needs_ranks(4), pytest.mark.ranks(4), pytest.mark.cpu_only]
@@ -105,7 +105,7 @@ def far(group: EpGroup) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, NoMethodReads(), NoOperatorReads():
         patch.setattr(AllToAll, "finish", finish_at_once)
-        patch.setattr(group, "exchange", never)
+        patch.setattr(group.hosts, "exchange", never)
         patch.setattr(Far, "is_on", True)
         yield
 
@@ -310,13 +310,16 @@ def test_what_crosses_has_a_deadline(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "looks", looks)
     group: Any = SimpleNamespace(
-        rank=0, size=2, device=torch.device("cuda"), refusal=lambda rank: refusals.get(rank, "")
+        rank=0,
+        size=2,
+        device=torch.device("cuda"),
+        hosts=SimpleNamespace(link=SimpleNamespace(refusal=lambda rank: refusals.get(rank, ""))),
     )
-    unwaited = Unwaited(group)
-    unwaited.check()  # nothing has crossed
-    unwaited.record("dispatch between nodes", 0.05)
+    pending_transfers = PendingTransfers(group)
+    pending_transfers.check()  # nothing has crossed
+    pending_transfers.record("dispatch between nodes", 0.05)
     if error is None:
-        unwaited.check()
+        pending_transfers.check()
         return
     with pytest.raises(error, match=text):
-        unwaited.check()
+        pending_transfers.check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 from fixtures import closed
-from patience import patient
 from rank_pool import RankContext, RankError, RankPool
+from timeouts import patient
 
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -51,11 +50,11 @@ def fail(ctx: RankContext) -> None:
 
 def give_up(ctx: RankContext) -> None:
     if ctx.rank == 0:
-        EpGroup.of(ctx.group).exchange(b"?", "a call that rank 1 does not make", 1e-3)
+        EpGroup.of(ctx.group).hosts.exchange(b"?", "a call that rank 1 does not make", 1e-3)
 
 
 def meet(ctx: RankContext) -> bytes:
-    return EpGroup.of(ctx.group).exchange(bytes([ctx.rank]), "a call", 60.0)
+    return EpGroup.of(ctx.group).hosts.exchange(bytes([ctx.rank]), "a call", 60.0)
 
 
 def listening(process: int) -> set[str]:
@@ -101,53 +100,40 @@ def test_what_keeps_ranks_from_starting_is_told() -> None:
             broken.run(whereabouts, timeout=LONG_S)
 
 
-def assert_replaced(pool: RankPool, before: list[tuple[int, int, list[int]]]) -> None:
-    """The pool has new processes, and the old ones are gone."""
+@pytest.mark.parametrize(
+    ("mistake", "timeout", "told"),
+    [
+        (end, LONG_S, "rank 1 died"),
+        (hang, 2, "rank 1 did not answer within 2 s"),
+        # It raises while the others wait in a collective, for minutes: that is not a hang.
+        (fail, LONG_S, r"rank 0 did not answer within 1\.5 s after rank 1 had failed"
+         r"(?s:.*)--- rank 1 ---(?s:.*)ZeroDivisionError: a bug"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_goes_wrong_is_told_and_costs_all_processes(
+    pool: RankPool, mistake: Callable[[RankContext], None], timeout: float, told: str, capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", 1.5)
+    if mistake is hang:
+        pool.close()  # new processes write to where `capfd` reads
+    before = pool.run(whereabouts)
+    with pytest.raises(RankError, match=told) as caught:
+        pool.run(mistake, timeout=timeout)
+    assert "--- rank 0 ---" not in str(caught.value)
+    if mistake is not fail:
+        assert ('test_pool.py", line' in capfd.readouterr().err) == (mistake is hang)
     assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in pool.run(whereabouts))
     assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "told"), [(end, "rank 1 died"), (hang, "rank 1 did not answer within 2 s")]
-)
-def test_a_rank_that_is_gone_costs_all_processes(
-    pool: RankPool, mistake: Callable[[RankContext], None], told: str, capfd: Any
-) -> None:
-    if mistake is hang:
-        pool.close()  # new processes write to where `capfd` reads
-    before = pool.run(whereabouts)
-    with pytest.raises(RankError, match=told):
-        pool.run(mistake, timeout=2)
-    assert ('test_pool.py", line' in capfd.readouterr().err) == (mistake is hang)
-    assert_replaced(pool, before)
-
-
-def test_a_failure_is_told_while_others_wait(
+def test_a_group_that_gave_up_or_a_job_that_was_interrupted_is_not_used_again(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank raises while the others wait for it in a collective, for minutes: that must not look
-    like a hang.
-    """
-    monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", 1.5)
-    before = pool.run(whereabouts)
-    with pytest.raises(RankError) as caught:
-        pool.run(fail, timeout=LONG_S)
-    late = "rank 0 did not answer within 1.5 s after rank 1 had failed"
-    assert re.search(rf"(?s){late}.*--- rank 1 ---.*ZeroDivisionError: a bug", str(caught.value))
-    assert "--- rank 0 ---" not in str(caught.value)
-    assert_replaced(pool, before)
-
-
-def test_a_group_that_gave_up_is_not_used_again(pool: RankPool) -> None:
-    """Every further call of it fails, whoever catches the first error."""
+    """Every further call of such a group fails; late answers would be taken for the next job's."""
     with pytest.raises(RankError, match="PeerError: rank 0 of 2: no answer from the other ranks"):
         pool.run(give_up)
     assert pool.run(meet) == [bytes([0, 1])] * 2
-
-
-def test_an_interrupted_job_leaves_no_answers_behind(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("megatron_ncclep.ranks.launch.wait", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

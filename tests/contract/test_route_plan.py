@@ -96,7 +96,7 @@ def test_any_map(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
 def test_assignments_of_sliced_experts_and_their_gradient() -> None:
     topk_idx = torch.tensor([[1, 2], [3, -1], [TOO_MANY_EXPERTS] * 2])
     weights = torch.tensor([[0.5, 0.25], [2.0, 0.0], [0.0, 0.0]])
-    routes = Routes(topk_idx, num_experts=4, block=1)
+    routes = Routes(topk_idx, num_experts=4, experts_per_block=1)
     sliced, copied = to_all_slices(routes, weights, num_local_experts=2, num_slices=2)
     assert sliced.topk_idx.tolist() == [[1, 3, 4, 6], [5, 7, -1, -1], [TOO_MANY_EXPERTS] * 4]
     assert copied.tolist() == [[0.5, 0.5, 0.25, 0.25], [2.0, 2.0, 0.0, 0.0], [0.0] * 4]

@@ -35,7 +35,7 @@ from benchmarks.training_model import SubjectModel, load_text  # noqa: E402
 from megatron_ncclep import cpu  # noqa: E402
 from megatron_ncclep.benchmark.ranks import Ranks  # noqa: E402
 from megatron_ncclep.logs import remarks_hidden  # noqa: E402
-from megatron_ncclep.ranks import place  # noqa: E402
+from megatron_ncclep.ranks import topology  # noqa: E402
 from megatron_ncclep.training import corpus, data  # noqa: E402
 
 SEEDS = (1, 2, 3)
@@ -76,7 +76,7 @@ GPU = (
     Arm("nccl_ep", "train:ncclep:nccl_ep"),  # takes two ranks
 )
 # The exact protocol's model, changed to one with which roundings part two trainings on a CPU too.
-SMALL_CHANGES = {"num-layers": 1, "bf16": True, "lr": 0.015, "min-lr": 0.0015}
+SMALL_CHANGES = {"num-layers": 1, "train-iters": 20, "bf16": True, "lr": 0.015, "min-lr": 0.0015}
 # (arm, seed) -> what `train` returned.
 Trained = dict[tuple[str, int], dict[str, Any]]
 
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
     if args.steps < 10 or args.steps % 10:
         parser.error(f"--steps {args.steps}: must be a multiple of 10")
     if ranks > torch.cuda.device_count():
-        os.environ[place.ENABLE] = "1"
+        os.environ[topology.ENABLE] = "1"
     pool = RankPool(2, prepare=cpu.enable) if args.small else RankPool(ranks, "nccl")
     arms = SMALL if args.small else GPU if ranks > 1 else GPU[:-1]
     with closing(pool):

@@ -10,7 +10,7 @@ import gpu_protocol
 import numpy as np
 import pytest
 from gpu_protocol import CONTROL, FAILS, HOLDS, NOT_RUN, NOT_SHOWN, SEEDS, SMALL, judge, report
-from patience import patient
+from timeouts import patient
 
 _, REFERENCE, SWAPPED, ZEROED = SMALL
 CONTROLS = (1.5, 1.511, 1.494)

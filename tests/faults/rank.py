@@ -17,17 +17,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from patience import patient
 from processes import join
 from rank_pool import RankContext
+from timeouts import patient
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.native.engine import NativeEngine
+from megatron_ncclep.engines.native.host_protocol import HostProtocol
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import Hosts
 
 # For starting and compiling, and for what comes after.
 LONG_S, DEADLINE_S = patient(60.0), 3.0
@@ -79,7 +81,7 @@ class Job:
 
         The others count on it by then: the hosts have agreed, or, with `native`, do without.
         """
-        owner, name = (NativeEngine, "_begin_rows") if self.has_entry else (EpGroup, "agree")
+        owner, name = (HostProtocol, "begin_rows") if self.has_entry else (Hosts, "agree")
         enter = getattr(owner, name)
 
         def enter_and_act(of_whom: Any, of: str, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +196,7 @@ def all_are_interrupted(job: Job) -> None:
     """A user types Ctrl-C: every rank gets a signal, and all but one wait by then."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     mine = torch.tensor([os.getpid()])
-    processes = EpGroup.of(job.ctx.group).gather(mine, "processes", LONG_S).flatten().tolist()
+    processes = EpGroup.of(job.ctx.group).hosts.gather(mine, "processes", LONG_S).flatten().tolist()
     if not job.is_culprit:
         job.plan()
     time.sleep(DEADLINE_S / 6)  # they wait by now; if not, they see less
@@ -255,8 +257,8 @@ def main(backend: str, engine_name: str, name: str) -> None:
     Job(ctx, engine, is_culprit).steps()
     engine.close()
     # On a CPU, waiting ranks notice a rank that ends, which takes a while on a busy machine.
-    is_told = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
-    config = patient if is_told else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
+    is_reported = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
+    config = patient if is_reported else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
     job = Job(ctx, create_engine(ctx.group, num_experts, config), is_culprit)
     job.steps()
     start = time.monotonic()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import patient
+from timeouts import patient
 
 # On a machine where everything else runs too; nothing here takes longer than the start of torch.
 LONG_S = patient(300.0)

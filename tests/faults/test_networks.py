@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import PatientPool
 from rank_pool import RankPool
+from timeouts import PatientPool
 
 # What the CPU's tests share serves here too.
 FOLDERS = ("contract", "native", "network", "integration", "integration/models")

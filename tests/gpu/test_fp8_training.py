@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import initialize, make_config, make_experts_differ, moe_submodules
 from rank_pool import RankContext
 

@@ -11,7 +11,7 @@ import importlib.util
 import pytest
 import torch
 from compare import assert_same_bits
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import make_experts_differ
 from rank_pool import RankContext
 from test_batch_invariance import BATCHES, batches

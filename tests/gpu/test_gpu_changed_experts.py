@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from changed_experts import CHANGES, train
-from left_out import needs_te
+from deselect import needs_te
 from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig

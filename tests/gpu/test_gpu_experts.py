@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deselect import needs_te
 from layer_case import LayerCase, assert_same_training, options_shown, train_on_rank
-from left_out import needs_te
 from megatron_setup import ep_config
 from rank_pool import RankContext
 

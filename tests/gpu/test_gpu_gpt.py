@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adam_training import SAME, Training
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import ep_config
 from rank_pool import RankContext
 from test_checkpoints import assert_goes_on

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import build_layer, initialize, make_config
 from on_ranks import gathered
 from rank_pool import RankContext

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deselect import needs_te
 from inference_case import (
     Batch,
     InferenceCase,
@@ -16,7 +17,6 @@ from inference_case import (
     text_generated,
     use_whole_numbers,
 )
-from left_out import needs_te
 from rank_pool import RankContext
 
 from megatron_ncclep.ranks.group import EpGroup

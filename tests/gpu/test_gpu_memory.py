@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from compile_case import AS_IT_IS, Compiler, assert_compiles
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import ep_config
 from rank_pool import RankContext
 from test_gpt_model import full, selective

@@ -122,12 +122,15 @@ def test_a_put_into_a_full_queue_ends_in_time(ctx: RankContext, hosts: int) -> N
 
     NCCL's own put waits for room without an end, and the rank hung until its launcher killed it.
     """
+    is_peer = ctx.rank % (ctx.num_ranks // hosts) == 0
     mine = f"stop:{counters(PLUGIN)['puts'] + 1}" if ctx.rank == 0 else ""
     start, texts = time.monotonic(), []
     with network(ctx, fails=True, fault=mine, receives=1) as (rails, window):
-        for _ in range(34):
+        for number in range(34):
+            # Short where nothing will come; elsewhere the machine may be busy.
+            in_vain = number >= 32 if ctx.rank == 0 else is_peer
             try:
-                rails.probe(window, DEADLINE_S / 30)
+                rails.probe(window, DEADLINE_S / 30 if in_vain else START_S / 2)
                 texts.append("")
             except PeerError as error:
                 texts.append(str(error))
@@ -138,7 +141,7 @@ def test_a_put_into_a_full_queue_ends_in_time(ctx: RankContext, hosts: int) -> N
         assert texts[:32] == [""] * 32
         for text in texts[32:]:
             assert f"rank 0 of {ctx.num_ranks}: the network (proxy) has not taken put" in text
-    elif ctx.rank % (ctx.num_ranks // hosts) == 0:
+    elif is_peer:
         assert all("of rank 0, of domain 0, has not come" in text for text in texts)
     else:
         assert texts == [""] * 34

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from left_out import needs_te
+from deselect import needs_te
 from megatron_setup import build_layer, ep_config, initialize, make_config
 from rank_pool import RankContext, RankPool
 from test_gpu_memory import HIDDEN, SIZES

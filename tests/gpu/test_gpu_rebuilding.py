@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_setup import build_layer, ep_config, initialize, make_config
-from patience import PatientPool
 from rank_pool import RankContext, RankPool
 from rebuilding_case import SETTLED, growth, held
+from timeouts import PatientPool
 
 import megatron_ncclep
 from megatron_ncclep import metrics

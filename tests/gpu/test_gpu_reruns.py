@@ -7,9 +7,10 @@ import os
 
 import pytest
 import torch
+from graph_training import SEQUENCE, train
 from on_ranks import gathered
 from rank_pool import RankContext
-from test_megatron_graphs import FULL, RERUN, SEQUENCE, train
+from test_megatron_graphs import FULL, RERUN
 from trainer import differences
 
 pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.captures_static)

@@ -78,10 +78,11 @@ class Layer:
 
 
 def hooks_on_rank(
-    ctx: RankContext, case: Case, engine_name: str, counts_add_up: bool
+    ctx: RankContext, case: Case, engine_name: str, covers_all_rows: bool
 ) -> tuple[list[int], int]:
     """Steps in which waiting is an error; returns the counts and what was dropped in one step."""
-    layer = Layer(ctx, case, engine_name, counts_on_device=True, counts_add_up=counts_add_up)
+    counts = {"counts_on_device": True, "counts_cover_all_rows": covers_all_rows}
+    layer = Layer(ctx, case, engine_name, **counts)
     with closing(layer.dispatcher.engine):
         layer.step()  # windows grow, and kernels are loaded
         torch.cuda.synchronize()
@@ -94,19 +95,19 @@ def hooks_on_rank(
 
 
 @NO_WAIT
-@pytest.mark.parametrize("counts_add_up", [False, True], ids=["", "counts add up"])
+@pytest.mark.parametrize("covers_all_rows", [False, True], ids=["", "counts cover all rows"])
 @pytest.mark.parametrize("rows", LIMITS)
 def test_no_hook_waits_for_the_gpu(
-    pool: RankPool, engine_name: str, rows: int | str, counts_add_up: bool
+    pool: RankPool, engine_name: str, rows: int | str, covers_all_rows: bool
 ) -> None:
     case = fitted(dataclasses.replace(CASE, max_recv_rows=rows), pool, engine_name)
     limit = rows_limit_of(case)
     assert limit is not None
-    results = pool.run(hooks_on_rank, case, engine_name, counts_add_up, ranks=case.num_ranks)
+    results = pool.run(hooks_on_rank, case, engine_name, covers_all_rows, ranks=case.num_ranks)
     oracle = oracle_of(case)
     for rank, (per_expert, dropped) in enumerate(results):
         expected = oracle.padded[rank]
-        if counts_add_up:
+        if covers_all_rows:
             expected = [*expected[:-1], limit - sum(expected[:-1])]
         assert per_expert == expected
         assert dropped == oracle.num_dropped[rank]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fixtures import closed
 from imports import import_megatron_on_cpu
-from patience import PatientPool
 from rank_pool import RankPool
+from timeouts import PatientPool
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))  # test_nodes_static.py
 # Megatron generates text with kernels of Triton's, which runs them on a CPU if told so early.

@@ -152,15 +152,15 @@ class FakeGroup(Fake):
         self.bad: dict[str, list[int]] = {"bad_ranks": [], "bad_low_latency": []}
         self._held = (0, 0, 0)
 
-    def _begin(self, timeout_s: float, *wanted: int) -> bool | None:
+    def _begin(self, timeout_s: float, *requested: int) -> bool | None:
         if self.is_over and self.failed is not None:
             return None
         self.timeout_s = timeout_s
-        return all(number <= held for number, held in zip(wanted, self._held, strict=True))
+        return all(number <= held for number, held in zip(requested, self._held, strict=True))
 
     def _reserve(self, *arguments: Any) -> str | None:
-        wanted, held = arguments[:3], self._held
-        self._held = (self.max_tokens, _, row_bytes) = tuple(map(max, held, wanted))
+        requested, held = arguments[:3], self._held
+        self._held = (self.max_tokens, _, row_bytes) = tuple(map(max, held, requested))
         self.num_bytes = self.max_tokens * row_bytes
         return None if self._held == held else f"{held} -> {self._held}"
 
@@ -217,7 +217,10 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (extension, "StreamKeeper", FakeKeeper),
         (base, "StreamKeeper", FakeKeeper),
         (extension, "current_stream", lambda: STREAM),
-        (native_group, "communicator_of", lambda group, _: SimpleNamespace(lsa_size=group.size)),
+        (
+            *(native_group, "communicator_of"),
+            lambda group, _: SimpleNamespace(lsa_size=group.size, num_domains=1),
+        ),
         (native_low_latency, "communicator_of", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda device: None),

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_ncclep.ranks.exchange import HostLink
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import Hosts
+from megatron_ncclep.ranks.resources import Resources
 
 
 def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -> Path:
@@ -58,21 +60,34 @@ class ThreadGroup(EpGroup):
     def __init__(self, rank: int, messages: list[bytes], meeting: threading.Barrier) -> None:
         self.rank, self.size = rank, len(messages)
         self.device = torch.device("cuda", rank)
-        self.num_low_latency = 0
-        self.is_warmup, self.is_closed = False, False
+        of_torch: Any = SimpleNamespace(
+            rank=rank, size=self.size, process_group=None, is_alive=True, is_closed=False,
+            require_open=lambda: None,
+        )  # fmt: skip
+        self.torch, self.num_low_latency, self.is_warmup = of_torch, 0, False
+        self.hosts = ThreadHosts(of_torch, messages, meeting)
+        self.resources = Resources(of_torch, self.hosts)
         self._logged: set[str] = set()
         self._ranks_per_node = [self.size]
-        self._shared, self._num_calls, self._own_refusal = {}, 0, ""
-        self._is_first_step, self._is_used, self._whole = True, False, None
-        self._link = HostLink(rank, len(messages))
-        self.exchanged: list[str] = []  # what was agreed on
-        self._messages, self._meeting = messages, meeting
+        self._is_first_step, self._whole = True, None
+        self.exchanged = self.hosts.exchanged
 
-    process_group: Any = None  # no test destroys it
+
+class ThreadHosts(Hosts):
+    """The hosts of `ThreadGroup`s.
+
+    Attributes:
+        exchanged: what was agreed on.
+    """
+
+    def __init__(self, of_torch: Any, messages: list[bytes], meeting: threading.Barrier) -> None:
+        super().__init__(of_torch)
+        self._rank, self._messages, self._meeting = of_torch.rank, messages, meeting
+        self.exchanged: list[str] = []
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes:
         self.exchanged.append(what)
-        self._messages[self.rank] = mine
+        self._messages[self._rank] = mine
         self._meeting.wait(timeout_s)
         theirs = b"".join(self._messages)
         self._meeting.wait(timeout_s)

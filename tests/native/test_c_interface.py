@@ -43,6 +43,48 @@ def test_the_header_compiles_alone(compiler: tuple[str, ...], tmp_path: Path) ->
     assert run(tmp_path / "program").returncode == 0
 
 
+# The fields of version 1.00.
+# fmt: off
+FIRST_FIELDS = {
+    "Tensor": "data dtype ndim shape",
+    "CommConfig": "unique_id num_ranks rank device timeout_s nccl_path poll user",
+    "GroupConfig": "num_experts timeout_s all_gather poll user",
+    "Shape": "num_tokens top_k row_bytes",
+    "GroupInfo": "num_ranks rank num_experts max_tokens max_top_k row_bytes num_bytes was_captured "
+                 "growth",
+    "Failure": "reason phase peer operation deadline_s own_call peer_call",
+    "PlanConfig": "topk_idx most_tokens number alignment max_recv_rows counts token_routes routes "
+                  "max_pairs max_assignments kept lacked num_sms stream",
+    "PlanSizes": "num_rows num_pairs num_assignments first_bad_rank has_room",
+    "Rows": "tokens topk_w rows row_w sums num_sms stream",
+    "LowLatencyConfig": "max_tokens hidden top_k payload dtype num_scales",
+    "LowLatencyBuffers": "rows scales experts weights num_bytes",
+    "LowLatencyDispatch": "x scales topk_idx weights counts completes num_ctas stream",
+    "LowLatencyCombine": "y rows_of out sends completes num_ctas stream",
+}
+# fmt: on
+
+
+def test_fields_of_structs_are_only_appended() -> None:
+    """A library must read the struct of a program that was compiled before."""
+    text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+    structs = dict(re.findall(r"struct \{([^}]*)\} ncclep(\w+)_t;", text))
+    fields = {
+        name: re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
+        for body, name in structs.items()
+        if "size_t size;" in body
+    }
+    assert fields.keys() == FIRST_FIELDS.keys()
+    sizes = (HEADER.parents[1] / "common" / "c_struct.h").read_text()
+    for name, first in FIRST_FIELDS.items():
+        expected = ["size", *first.split()]
+        assert fields[name][: len(expected)] == expected
+        if appended := fields[name][len(expected) :]:
+            assert re.search(
+                rf"kFirstSize<ncclep{name}_t> =\s*offsetof\(\w+, {appended[0]}\)", sizes
+            )
+
+
 @needs_library
 def test_the_library_exports_what_the_header_declares() -> None:
     declared = re.findall(r"^NCCLEP_API (?:.*[ *])?(ncclep\w+)\(", HEADER.read_text(), re.MULTILINE)

@@ -205,7 +205,7 @@ MISTAKES = {
         "native/device/wait.cuh", "return «entry != 0» && entry >> 48", "true",
         "rows", 2, "."),
     "all bits of a plan's number are in a call": Mistake(
-        "native/host/call.cpp", "|= «(value & mask(width))» << place_", "value",
+        "native/host/call_signature.cpp", "|= «(value & mask(width))» << place_", "value",
         "rows", 1, "a wait was in vain"),
 
     # A rank that does not come.
@@ -242,7 +242,7 @@ MISTAKES = {
         "((entry ^ entry_of(me, number)) & ~(UINT64_C(0x3fff) << 34)) != 0",
         "calls", 2, "failure: rank . has waited for nobody"),
     "the phase is not in a call": Mistake(
-        "native/host/call.cpp", "«static_cast<std::uint64_t>(phase)», kPhaseBits", "2",
+        "native/host/call_signature.cpp", "«static_cast<std::uint64_t>(phase)», kPhaseBits", "2",
         "calls", 2, "failure: rank . has waited for nobody"),
     "rows that did not come are left as they are": Mistake(
         "native/rows/dispatch.cu", "fill_nan(job.rows, job.num_rows * job.row_bytes);", "",

@@ -25,14 +25,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
 from megatron_ncclep.errors import LibraryError, PeerError, UnsupportedError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.torch_group import TorchGroup
 
 if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
@@ -330,18 +331,23 @@ def test_all_ranks_share_memory_or_none_does(ctx: RankContext, obstacle: str, ra
             if ctx.rank == (rank := rank % ctx.num_ranks):
                 stack.enter_context(IN_THE_WAY[obstacle][1]())
             for _ in range(2):
-                assert group.gather(mine, "test", LONG_S).tolist() == expected
-        uses_memory = group._link._memory is not None
+                assert group.hosts.gather(mine, "test", LONG_S).tolist() == expected
+        uses_memory = group.hosts.link._memory is not None
         assert len(open_files()) == len(before) + uses_memory
-        assert group.agree("plan", {"top_k": 2}, None, LONG_S, payload=ctx.rank).gathered == ranks
-        assert (group._link._memory is not None) == uses_memory  # chosen once
-        problems = group.gather_problems("too large" if ctx.rank == 1 else None, "plan", LONG_S)
-        process_group = group.process_group
+        assert (
+            group.hosts.agree("plan", {"top_k": 2}, None, LONG_S, payload=ctx.rank).gathered
+            == ranks
+        )
+        assert (group.hosts.link._memory is not None) == uses_memory  # chosen once
+        problems = group.hosts.gather_problems(
+            "too large" if ctx.rank == 1 else None, "plan", LONG_S
+        )
+        process_group = group.torch.process_group
         group.close()
         assert open_files() == before
         again = EpGroup.of(process_group)  # which is open, and chooses again
-        assert again.gather(mine, "test", LONG_S).tolist() == expected
-        assert again._link._memory is not None
+        assert again.hosts.gather(mine, "test", LONG_S).tolist() == expected
+        assert again.hosts.link._memory is not None
     assert (uses_memory, problems) == (obstacle == "nothing", "rank 1: too large")
     assert len(lines) == (ctx.rank == 0 and obstacle != "nothing"), lines  # once
     said = IN_THE_WAY[obstacle][2].format(rank=rank)
@@ -354,4 +360,4 @@ def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_gpu: Any = SimpleNamespace(_stream=object())
     with pytest.raises(UnsupportedError, match=r"plan, call 3: .*NCCLEP_HOST_EXCHANGE"):
-        EpGroup.exchange_by_torch(on_gpu, b"message", "plan, call 3", LONG_S)
+        TorchGroup.exchange_by_torch(on_gpu, b"message", "plan, call 3", LONG_S)

@@ -107,7 +107,7 @@ def test_groups_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
         for other.num_low_latency in (0, 1, 2):
             pair(ll, MAX_TOKENS)
             found.append(calls._native.calls[-1][1].num_ctas)
-        monkeypatch.setattr(group, "release", lambda *_: None)
+        monkeypatch.setattr(group.resources, "release", lambda *_: None)
         for each in (calls, second):
             each.close()
         assert group.num_low_latency == 0

@@ -108,9 +108,9 @@ def test_the_kernel_writes_down_what_ranks_lack() -> None:
             assert lacked is None
             return
         lacked[1] = 16 << 32 | 64
-        shortage = engine.group._shared["rows lacked of 64, raise"].thing
+        report = engine.group.resources.find("rows lacked of 64, raise")
         with pytest.raises(RowsDroppedError, match="rank 1 needed 80 rows and had 64"):
-            shortage.check()
+            report.check()
         engine.group.is_warmup = True
         engine.plan(assignments(10))
         assert native.named("plan")[-1].lacked is None
@@ -255,8 +255,8 @@ def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
         x, y = misaligned(4), misaligned(5)
         engine.dispatch(plan, x)
         engine.combine(plan, y)
-        for name, rows in (("dispatch", x), ("combine", y)):
-            ((_, passed, *_),) = native.named(name)
+        (sent,), (returned,) = native.named("dispatch"), native.named("combine")
+        for passed, rows in ((sent.tokens, x), (returned.rows, y)):
             assert passed.data_ptr() % 16 == 0
             assert torch.equal(passed, rows)
 

@@ -46,14 +46,10 @@ def native(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
 
 def group_of(native: FakeGroup, lost: str = "") -> NativeGroup:
     group = object.__new__(NativeGroup)
-    group.group = SimpleNamespace(  # type: ignore[assignment]
-        rank=1,
-        size=4,
-        device=torch.device("cuda", 1),
-        refusal=lambda rank: "",
-        refuse=print,
-        lost=lambda wait_s: lost,
-    )
+    link = SimpleNamespace(refusal=lambda rank: "", lost=lambda wait_s: lost)
+    hosts = SimpleNamespace(refuse=print, link=link)
+    device = torch.device("cuda", 1)
+    group.group = SimpleNamespace(rank=1, size=4, device=device, hosts=hosts)  # type: ignore[assignment]
     group.native = native
     group._refusal = None
     return group
@@ -96,13 +92,14 @@ def test_a_launch_that_fails_on_one_rank_is_refused(
     if is_dead:
         native.answers["refuse"] = LibraryError("an illegal memory access")
     group, arguments = group_of(native), dict.fromkeys(native.methods["dispatch"])
-    with pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$"):
-        group.queue("dispatch", native.dispatch, **arguments)
+    refused = pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$")
+    with refused, group.refusing("dispatch"):
+        native.dispatch(**arguments)
     assert capsys.readouterr().out == f"dispatch: rank 1: {reason}\n"  # to the other ranks
     assert native.named("refuse") == [("dispatch", STREAM)]
     group.group.size = 1
-    with pytest.raises(LibraryError, match=f"^{reason}$"):
-        group.queue("dispatch", native.dispatch, **arguments)
+    with pytest.raises(LibraryError, match=f"^{reason}$"), group.refusing("dispatch"):
+        native.dispatch(**arguments)
 
 
 def test_a_check_waits_for_a_replayed_graph(native: FakeGroup) -> None:
@@ -184,7 +181,7 @@ def test_the_refusal_of_another_rank_is_told_in_its_words(
     memory it can only tell the device.
     """
     group = group_of(native)
-    group.group.refusal = lambda rank: said if rank == 2 else ""  # type: ignore[method-assign]
+    group.group.hosts.link.refusal = lambda rank: said if rank == 2 else ""  # type: ignore[method-assign]
     native.is_over = True
     native.failed = LATE._replace(reason=reason)
     expected = {

@@ -37,7 +37,8 @@ THREAD = ("-fsanitize=thread", "-DNCCLEP_ONE_MAPPING", "-Dmmap=mmap_once", "-Dmu
 EXCHANGE = [HERE / "exchange.cpp", CSRC / "host/exchange.cpp"]
 # Windows of the stand-in for NCCL have no peers to check: window_check.cpp has a test of its own.
 HOST = [
-    *(HERE / f"{name}.cpp" for name in ("host", "domains", "kernels", "network", "cuda")),
+    *(HERE / f"{name}.cpp"
+      for name in ("host", "domains", "versions", "kernels", "network", "cuda")),
     *(path for name in ("c_interface", "common", "native", "nccl")
       for path in sorted((CSRC / name).rglob("*.cpp")) if path.stem != "window_check"),
 ]  # fmt: skip
@@ -50,7 +51,7 @@ MISTAKES = {
         "clear_memory(&state_->received, sizeof(state_->received));", ""),
         "launched.received == 0"),
     "rounds are those of the windows before": (Change(
-        "native/host/group.cpp", "num_rounds_for(control, «row_bytes»,", "std::size_t{0}"),
+        "native/host/group.cpp", "num_rounds_for(control, «shape.row_bytes»,", "std::size_t{0}"),
         "launched.num_rounds > 1"),
     "a group closes while something is on its way": (Change(
         "native/host/group.cpp", "longest_timeout_s_);\n  «settle();»", ""),
@@ -141,6 +142,7 @@ CASES = [
     "results",
     "arguments",
     "domains",
+    "versions",
 ]
 
 

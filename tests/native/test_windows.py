@@ -19,10 +19,8 @@ from fake_extension import STREAM, FakeGroup, play
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.native import windows as native_windows
 from megatron_ncclep.engines.native.engine import NativeEngine
-from megatron_ncclep.engines.native.group import NativeGroup
-from megatron_ncclep.engines.native.windows import tokens_of_windows
+from megatron_ncclep.engines.native.group import NativeGroup, tokens_of_windows
 
 NUM_RANKS = 3
 DEADLINE_S = 30.0
@@ -119,11 +117,14 @@ def test_growth_is_logged_once(
     play(monkeypatch)
 
     def reserve(group: ThreadGroup) -> list[Any]:
-        native = FakeGroup()
+        native, shared = FakeGroup(), object.__new__(NativeGroup)
+        shared.group, shared.native = group, native
         # The first plan knows of no row: nothing worth saying.  The last one fits.
         for row_bytes in (16, 1024, 4096, 1024):
-            native_windows.reserve(group, native, 1000, 8, row_bytes)
-        return [(*call[:4], call.all_gather == group.exchange) for call in native.named("reserve")]
+            shared.reserve(1000, 8, row_bytes)
+        return [
+            (*call[:4], call.all_gather == group.hosts.exchange) for call in native.named("reserve")
+        ]
 
     asked = [(1024, 8, row_bytes, STREAM, True) for row_bytes in (16, 1024, 4096, 1024)]
     assert on_threads(NUM_RANKS, reserve) == [asked] * NUM_RANKS
@@ -154,7 +155,7 @@ def test_engines_of_a_group_have_deadlines_of_their_own(monkeypatch: pytest.Monk
     is_captured = True
     assert deadlines() == [2.0, 60.0, 2.0]
     is_captured = False
-    group.enter()
+    group.hosts.enter()
     assert deadlines() == [2.0, 600.0, 2.0]
     group.check()
     assert deadlines() == [2.0, 60.0, 2.0]

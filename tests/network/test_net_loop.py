@@ -17,8 +17,8 @@ import pytest
 from fixtures import closed
 from fork_server import ForkServer
 from loop import NET_COUNTERS, build, net_counters
-from patience import patient
 from plugin_rank import HOST, PluginError, PluginRank
+from timeouts import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the test network")
 

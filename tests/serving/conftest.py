@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import real_vllm
-from left_out import leave_out
+from deselect import leave_out
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:

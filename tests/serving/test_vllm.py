@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 import real_vllm
 import torch
-from patience import PatientPool
 from rank_pool import RankContext
+from timeouts import PatientPool
 
 from megatron_ncclep.errors import InputError, IntegrationError, PeerError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 PAIR = "megatron_ncclep.vllm.pair"
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -297,9 +298,9 @@ def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: st
     worker = mock.Mock()
     worker.vllm_config.parallel_config.all2all_backend = "ncclep"
     failed = PeerError("rank 1 did not come in low-latency combine")
-    device = mock.Mock(("raise_failure", "check", "close"))
+    device = mock.Mock(Resource)
     group = EpGroup.of(ctx.group)
-    group.share("device", lambda: device)
+    group.resources.share("device", lambda: device)
 
     class Later:
         get_output = staticmethod(lambda: "tokens")
@@ -343,7 +344,7 @@ def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: st
     worker.vllm_config.parallel_config.all2all_backend = "deepep_low_latency"
     device.raise_failure.configure_mock(side_effect=failed)
     assert Worker.sample_tokens(worker).get_output() == "tokens"
-    group.release("device", timeout_s=60)
+    group.resources.release("device", timeout_s=60)
 
 
 def test_a_vllm_that_has_changed_is_named(ctx: RankContext, release: str) -> None:

@@ -175,10 +175,14 @@ sys.exit(_start_ranks(types.SimpleNamespace(ranks=2, device="cpu"), [], "/tmp"))
 """
 
 
-def test_ctrl_c_is_for_the_ranks(tmp_path: Path):
-    """The command waits for its ranks; the second time it ends them."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_for_the_ranks(tmp_path: Path, number: signal.Signals):
+    """The command waits for its ranks at Ctrl-C; the second time it ends them.  torchrun gets a
+    SIGTERM, with which it ends its ranks.
+    """
     launcher = tmp_path / "python"
-    launcher.write_text(A_LAUNCHER.format(python=sys.executable, rank=RANK))
+    text = A_LAUNCHER if number == signal.SIGINT else "#!{python}\n{rank}"
+    launcher.write_text(text.format(python=sys.executable, rank=RANK))
     launcher.chmod(0o755)
     job = subprocess.Popen(
         [sys.executable, "-c", START, str(launcher)], env=environment(), text=True,
@@ -187,6 +191,11 @@ def test_ctrl_c_is_for_the_ranks(tmp_path: Path):
     assert job.stdout is not None
     assert job.stderr is not None
     assert [next(job.stdout) for _ in range(2)][-1] == "ready\n"
+    if number == signal.SIGTERM:
+        job.send_signal(number)
+        assert job.communicate(timeout=TIMEOUT_S)[1] == ""
+        assert job.returncode == 128 + number
+        return
     job.send_signal(signal.SIGINT)
     assert next(job.stderr) == "stopping after this step; press Ctrl-C again to stop at once\n"
     job.send_signal(signal.SIGINT)

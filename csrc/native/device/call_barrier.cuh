@@ -6,8 +6,8 @@
 // all others, so every rank notices when any two differ.
 //
 // A rank's entry is one word: the call's number in the upper 16 bits, and below it what must be
-// equal (host/call.h).  Two words per rank are enough: a rank enters call n + 2 only after all have
-// entered n + 1, and so have left n.
+// equal (host/call_signature.h).  Two words per rank are enough: a rank enters call n + 2 only
+// after all have entered n + 1, and so have left n.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -67,26 +67,34 @@ struct Rails {
 };
 
 // Puts from one place of this rank's window to another of that of its rail peer, with a signal or,
-// if it is kNumRailSignals, without.  Before, `wait(is_over)` waits for NCCL's queue: until no
-// other thread puts into it, and until it has room, which depends on the network only.  False, and
-// nothing is put, when that does.  Called by one thread.
+// if it is kNumRailSignals, without.  Each put takes places of NCCL's queue, and before,
+// `wait(is_over)` waits until there is room up to its last one: then NCCL's put does not wait,
+// whatever order NCCL gets the puts in, because it has only such that have room.  How long depends
+// on the network only.  False, and nothing is put, when the wait ends without room.  Called by one
+// thread.
 template <typename Wait>
 __device__ bool put_after(Wait&& wait, const KernelContext& me, const Rails& rails,
                           RailWindow window, int domain, std::size_t to, std::size_t from,
                           std::size_t num_bytes, RailSignal signal) {
-  unsigned int* const is_in_use = &me.state->queue_in_use[network::queue_of(rails.rail, domain)];
-  if (!wait([&] { return atomicExch(is_in_use, 1u) == 0; })) return false;
-  __threadfence();
-  const bool has_room = wait([&] { return network::has_room(rails.rail, domain, num_bytes); });
-  if (has_room) {
-    const int own = me.control.domain_of(me.rank);
-    const int number =
-        signal == kNumRailSignals ? network::kNoSignal : signal * me.control.num_domains + own;
-    network::put(rails.rail, window, domain, to, from, num_bytes, number);
+  QueuePlaces& places = me.state->queues[network::queue_of(rails.rail, domain)];
+  const bool has_signal = signal != kNumRailSignals;
+  const unsigned long long number = network::places_of(rails.rail, num_bytes, has_signal);
+  // What was seen before is enough as long as it lasts: the network is asked once for a whole
+  // queue.
+  std::uint64_t room = load_relaxed(&places.room);
+  const std::uint64_t end = atomicAdd(&places.given, number) + number;
+  if (room < end) {
+    const auto has_room = [&] {
+      room = network::room_up_to(rails.rail, domain, end);
+      return room >= end;
+    };
+    if (!wait(has_room)) return false;
+    store_relaxed(&places.room, room);
   }
-  __threadfence();
-  atomicExch(is_in_use, 0u);
-  return has_room;
+  const int own = me.control.domain_of(me.rank);
+  network::put(rails.rail, window, domain, to, from, num_bytes,
+               has_signal ? signal * me.control.num_domains + own : network::kNoSignal);
+  return true;
 }
 
 // The same with the wait of the phase.  False when the group has failed: then the caller puts

@@ -76,6 +76,14 @@ __global__ void settle_kernel(KernelContext me, const __grid_constant__ Rails ra
   if (threadIdx.x == 0) count_signals<Rails>(me, kLastPut, kLastRounds);
 }
 
+// NCCL's queues may be those of an earlier group of the same communicator.
+__global__ void begin_puts_kernel(KernelContext me, const __grid_constant__ Rails rails) {
+  const int domain = threadIdx.x;
+  if (!has_rail_peer(me, domain)) return;
+  const std::uint64_t taken = network::places_taken(rails.rail, domain);
+  me.state->queues[network::queue_of(rails.rail, domain)] = {taken, taken};
+}
+
 #endif
 
 }  // namespace
@@ -83,6 +91,15 @@ __global__ void settle_kernel(KernelContext me, const __grid_constant__ Rails ra
 template <>
 void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream, const Rails* rails) {
   with_rails(rails, [&](const auto& way) { launch_refusal(me, phase, stream, way); });
+}
+
+template <>
+void begin_puts([[maybe_unused]] const KernelContext& me, [[maybe_unused]] std::uintptr_t stream,
+                [[maybe_unused]] const Rails& rails) {
+#ifdef NCCLEP_NCCL_HEADERS
+  begin_puts_kernel<<<1, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, rails);
+  cuda_check(cudaGetLastError(), "launching a look at the network's queues");
+#endif
 }
 
 template <>

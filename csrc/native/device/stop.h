@@ -1,4 +1,5 @@
-// How a rank stops: in the middle, because its arguments are invalid, or at the end.
+// How a rank begins to put over the network, and how it stops: in the middle, because its arguments
+// are invalid, or at the end.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,10 @@ namespace ncclep::native {
 template <int kGroups>
 void refuse(const KernelContextOf<kGroups>& me, Phase phase, std::uintptr_t stream,
             const Rails* rails = nullptr);
+
+// Queues a kernel that reads how far NCCL's queues are, while nothing puts into them.
+template <int kGroups>
+void begin_puts(const KernelContextOf<kGroups>& me, std::uintptr_t stream, const Rails& rails);
 
 // Queues a kernel that waits, at most for the deadline and whether or not the group has failed,
 // until nothing is on its way from or to the rail peers: then their windows and this rank's may

@@ -38,11 +38,11 @@ std::string Agreement::gather_problems(const std::string& problem, const char* w
   return joined;
 }
 
-void Agreement::on_all_ranks(const char* what, const std::function<std::string()>& step,
+void Agreement::on_all_ranks(const char* what, const std::function<void()>& step,
                              const std::string& remedy) const {
   std::string problem;
   try {
-    problem = step();
+    step();
   } catch (const std::exception& error) {  // of any kind: the other ranks have to know
     problem = error.what();
   }

@@ -23,9 +23,9 @@ class Agreement {
   // that all ranks have appears once.  Collective.
   std::string gather_problems(const std::string& problem, const char* what) const;
 
-  // Takes a step, which returns what is wrong or throws; throws on all ranks unless it succeeded on
-  // all of them.  Collective.
-  void on_all_ranks(const char* what, const std::function<std::string()>& step,
+  // Takes a step, which may throw; throws on all ranks unless it succeeded on all of them.
+  // Collective.
+  void on_all_ranks(const char* what, const std::function<void()>& step,
                     const std::string& remedy) const;
 
  private:

@@ -27,7 +27,7 @@ struct Shape {
 
   operator std::string() const {
     std::string text = "[";
-    for (const std::int64_t size : tensor.shape) {
+    for (const std::int64_t size : tensor) {
       text += join_text(text.size() == 1 ? "" : ", ", size);
     }
     return text + "]";
@@ -54,10 +54,6 @@ std::vector<Need> needs_of([[maybe_unused]] int rank_groups) {
 }
 
 Shape shape_of(const Tensor& tensor) { return {tensor}; }
-
-bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) {
-  return std::equal(tensor.shape.begin(), tensor.shape.end(), shape.begin(), shape.end());
-}
 
 std::int64_t num_tokens_of(const Plan& plan) { return plan.token_routes.shape[1]; }
 
@@ -97,22 +93,30 @@ void check_group(int num_ranks, int num_experts, double timeout_s) {
   check_timeout(timeout_s);
 }
 
-void check_sizes(int max_tokens, int top_k, std::size_t row_bytes) {
-  require(0 <= max_tokens && max_tokens <= kMaxTokens, max_tokens, " tokens: at most ", kMaxTokens);
-  require(0 < top_k && top_k <= kMaxTopK, "top-k ", top_k, ": from 1 to ", kMaxTopK);
-  require(0 < row_bytes && row_bytes <= kMaxRowBytes && row_bytes % kVector == 0, "rows of ",
-          row_bytes, " bytes: a multiple of ", kVector, ", at most ", kMaxRowBytes);
+void check_domains(int num_ranks, int num_domains) {
+  require(0 < num_domains && 0 < num_ranks && num_ranks % num_domains == 0, num_domains,
+          " domains of ", num_ranks, " ranks: must be equally large");
+}
+
+void check_shape(const ncclepShape_t& shape) {
+  require(0 <= shape.num_tokens && shape.num_tokens <= kMaxTokens, shape.num_tokens,
+          " tokens: at most ", kMaxTokens);
+  require(0 < shape.top_k && shape.top_k <= kMaxTopK, "top-k ", shape.top_k, ": from 1 to ",
+          kMaxTopK);
+  require(0 < shape.row_bytes && shape.row_bytes <= kMaxRowBytes && shape.row_bytes % kVector == 0,
+          "rows of ", shape.row_bytes, " bytes: a multiple of ", kVector, ", at most ",
+          kMaxRowBytes);
 }
 
 void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_assignments,
-                int num_chunks) {
+                int most_tokens) {
   const std::int64_t most_pairs = static_cast<std::int64_t>(control.num_ranks) * kMaxTokens;
   require(0 <= max_pairs && max_pairs <= most_pairs, "room for ", max_pairs, " pairs: at most ",
           most_pairs);
   require(0 <= max_assignments && max_assignments <= most_pairs * kMaxTopK, "room for ",
           max_assignments, " assignments: at most ", most_pairs * kMaxTopK);
-  require(0 <= num_chunks && num_chunks <= kMaxTokens / kChunk, num_chunks, " chunks: at most ",
-          kMaxTokens / kChunk);
+  require(0 <= most_tokens && most_tokens <= kMaxTokens, most_tokens, " tokens: from 0 to ",
+          kMaxTokens);
 }
 
 void check_num_sms(const Control& control, int num_sms, int max_sms) {
@@ -122,11 +126,10 @@ void check_num_sms(const Control& control, int num_sms, int max_sms) {
 }
 
 void check_plan(const Control& control, const Plan& plan) {
-  require(
-      plan.counts.dtype == DType::kInt64 && has_shape(plan.counts, {2 * control.num_local() + 1}),
-      "a plan's counts must be int64 [", 2 * control.num_local() + 1, "], not ",
-      shape_of(plan.counts));
-  require(plan.token_routes.dtype == DType::kInt32 && plan.token_routes.shape.size() == 2 &&
+  require(plan.counts.is(ncclepInt64, {2 * control.num_local() + 1}),
+          "a plan's counts must be int64 [", 2 * control.num_local() + 1, "], not ",
+          shape_of(plan.counts));
+  require(plan.token_routes.dtype == ncclepInt32 && plan.token_routes.ndim == 2 &&
               plan.token_routes.shape[0] == TokenRoutes::rows(control),
           "a plan's token routes must be int32 [", TokenRoutes::rows(control), ", T], not ",
           shape_of(plan.token_routes));
@@ -148,8 +151,8 @@ void check_received(const Control& control, const Plan& plan) {
 }
 
 void check_topk(const Plan& plan, const Tensor& topk_idx, int alignment) {
-  require((topk_idx.dtype == DType::kInt32 || topk_idx.dtype == DType::kInt64) &&
-              has_shape(topk_idx, {num_tokens_of(plan), plan.top_k}),
+  require((topk_idx.dtype == ncclepInt32 || topk_idx.dtype == ncclepInt64) &&
+              topk_idx.has_shape({num_tokens_of(plan), plan.top_k}),
           "topk_idx must be int32 or int64 [", num_tokens_of(plan), ", ", plan.top_k,
           "] for this plan, not ", shape_of(topk_idx));
   require(0 < alignment && alignment <= kMaxAlignment, "alignment ", alignment, ": from 1 to ",
@@ -160,15 +163,15 @@ void check_drop(const Control& control, const Plan& plan, std::int64_t max_recv_
                 const Tensor& kept, const std::optional<Tensor>& lacked) {
   require(0 < max_recv_rows && max_recv_rows <= INT32_MAX, "max_recv_rows ", max_recv_rows,
           ": from 1 to 2^31 - 1");
-  require(kept.dtype == DType::kInt32 && has_shape(kept, {num_tokens_of(plan), plan.top_k}),
+  require(kept.is(ncclepInt32, {num_tokens_of(plan), plan.top_k}),
           "the assignments that are kept must be int32 [", num_tokens_of(plan), ", ", plan.top_k,
           "] for this plan, not ", shape_of(kept));
-  require(!lacked || (lacked->dtype == DType::kInt64 && has_shape(*lacked, {control.num_ranks})),
+  require(!lacked || lacked->is(ncclepInt64, {control.num_ranks}),
           "the rows that ranks lacked must be int64 [", control.num_ranks, "]");
 }
 
 void check_routes(const Tensor& routes, std::int64_t size) {
-  require(routes.dtype == DType::kInt32 && routes.num_elements() >= size,
+  require(routes.dtype == ncclepInt32 && routes.num_elements() >= size,
           "a plan's routes must be int32 [", size, "], not ", shape_of(routes));
 }
 
@@ -177,12 +180,12 @@ void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const 
                 const std::optional<Tensor>& row_w) {
   const bool is_dispatch = phase == Phase::kDispatch;
   const char* what = is_dispatch ? "dispatch" : "combine";
-  require(token_rows.shape.size() == 2 && rows.shape.size() == 2 &&
-              token_rows.shape[1] == rows.shape[1] && token_rows.dtype == rows.dtype,
+  require(token_rows.ndim == 2 && rows.ndim == 2 && token_rows.shape[1] == rows.shape[1] &&
+              token_rows.dtype == rows.dtype,
           what, ": rows ", shape_of(token_rows), " and ", shape_of(rows),
           " must have the same hidden size and the same dtype");
-  require(rows.dtype == DType::kFloat32 || rows.dtype == DType::kFloat16 ||
-              rows.dtype == DType::kBFloat16 || (is_dispatch && rows.dtype == DType::kUint8),
+  require(rows.dtype == ncclepFloat32 || rows.dtype == ncclepFloat16 ||
+              rows.dtype == ncclepBfloat16 || (is_dispatch && rows.dtype == ncclepUint8),
           what, ": rows must be bf16, fp16 or fp32", is_dispatch ? ", or bytes" : "");
   const auto itemsize = static_cast<std::size_t>(itemsize_of(rows.dtype));
   const auto hidden = static_cast<std::size_t>(rows.shape[1]);
@@ -199,9 +202,8 @@ void check_rows(Phase phase, const Plan& plan, std::size_t max_row_bytes, const 
   require(topk_w.has_value() == row_w.has_value(), what,
           ": weights must be given on both sides or on neither");
   if (!topk_w) return;
-  require(topk_w->dtype == DType::kFloat32 && row_w->dtype == DType::kFloat32 &&
-              has_shape(*topk_w, {num_tokens_of(plan), plan.top_k}) &&
-              has_shape(*row_w, {plan.num_rows}),
+  require(topk_w->is(ncclepFloat32, {num_tokens_of(plan), plan.top_k}) &&
+              row_w->is(ncclepFloat32, {plan.num_rows}),
           what, ": weights must be fp32 [", num_tokens_of(plan), ", ", plan.top_k, "] and [",
           plan.num_rows, "], not ", shape_of(*topk_w), " and ", shape_of(*row_w));
 }
@@ -210,7 +212,7 @@ void check_sums(const std::optional<Tensor>& sums, std::int64_t num_sums, const 
   require(sums || num_sums == 0, "combine: ", num_sums, " sums need scratch");
   if (!sums) return;
   require(
-      sums->shape.size() == 2 && sums->dtype == rows.dtype && sums->shape[1] == rows.shape[1] &&
+      sums->ndim == 2 && sums->dtype == rows.dtype && sums->shape[1] == rows.shape[1] &&
           sums->shape[0] >= num_sums && reinterpret_cast<std::uintptr_t>(sums->data) % kVector == 0,
       "combine: scratch for the sums must match the rows' hidden size and dtype, with at least ",
       num_sums, " rows, not ", shape_of(*sums));

@@ -23,10 +23,12 @@ std::string device_problem(int rank_groups = 1);
 // A deadline in seconds: positive, and in nanoseconds far below 2^64.
 void check_timeout(double seconds);
 void check_group(int num_ranks, int num_experts, double timeout_s);
-// Sizes of windows.
-void check_sizes(int max_tokens, int top_k, std::size_t row_bytes);
+// Of the ranks, in NVLink domains.
+void check_domains(int num_ranks, int num_domains);
+// Of windows.
+void check_shape(const ncclepShape_t& shape);
 void check_room(const Control& control, std::int64_t max_pairs, std::int64_t max_assignments,
-                int num_chunks);
+                int most_tokens);
 
 // `num_sms` out of the GPU's `max_sms`.
 void check_num_sms(const Control& control, int num_sms, int max_sms);

@@ -24,12 +24,13 @@ constexpr char kWiderBuild[] = " in a build without machine code for sm_100 or n
 
 }  // namespace
 
-WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t row_bytes) {
-  check_sizes(max_tokens, top_k, row_bytes);
-  control.max_tokens = num_chunks_of(max_tokens) * kChunk;
-  control.max_top_k = top_k;
-  control.num_rounds = num_rounds_for(control, row_bytes, kMostRowsBytes);
-  return {control, row_bytes, control_window_bytes(control), rows_window_bytes(control, row_bytes)};
+WindowSizes window_sizes(Control control, const ncclepShape_t& shape) {
+  check_shape(shape);
+  control.max_tokens = num_chunks_of(shape.num_tokens) * kChunk;
+  control.max_top_k = shape.top_k;
+  control.num_rounds = num_rounds_for(control, shape.row_bytes, kMostRowsBytes);
+  return {control, shape.row_bytes, control_window_bytes(control),
+          rows_window_bytes(control, shape.row_bytes)};
 }
 
 template <int kGroups>
@@ -51,12 +52,12 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
           kBuiltLocalRanks, kBuiltLocalRanks < kMaxLocalRanks ? kWiderBuild : "");
   if (locals < communicator_->num_ranks()) {
     const int first = communicator_->rank() / locals * locals;
-    for (int place = 0; place < locals; ++place) {
-      ensure(communicator_->rank_in_domain(place) == first + place, "rank ",
-             communicator_->rank_in_domain(place), " is in the NVLink domain of rank ",
+    for (int local_rank = 0; local_rank < locals; ++local_rank) {
+      ensure(communicator_->rank_in_domain(local_rank) == first + local_rank, "rank ",
+             communicator_->rank_in_domain(local_rank), " is in the NVLink domain of rank ",
              communicator_->rank(), ": the ranks of a domain must follow each other");
     }
-    const int domains = communicator_->num_ranks() / locals;
+    const int domains = communicator_->num_domains();
     require(domains <= kMaxDomains, domains, " NVLink domains: at most ", kMaxDomains);
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
@@ -91,9 +92,10 @@ void Group::allocate_state() {
 
 Group::~Group() = default;  // see the class comment
 
-bool Group::fits(int max_tokens, int top_k, std::size_t row_bytes) const {
-  return max_tokens <= control_.max_tokens && top_k <= control_.max_top_k &&
-         row_bytes <= row_bytes_;
+bool Group::fits(const ncclepShape_t& shape) const {
+  require_open();
+  return shape.num_tokens <= control_.max_tokens && shape.top_k <= control_.max_top_k &&
+         shape.row_bytes <= row_bytes_;
 }
 
 void Group::set_timeout(double seconds) {
@@ -104,19 +106,18 @@ void Group::set_timeout(double seconds) {
 
 void Group::require_open() const { require(state_ != nullptr, "the native group was closed"); }
 
-void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
+void Group::reserve(const ncclepShape_t& shape, std::uintptr_t stream,
                     const AllGather& all_gather) {
-  require_open();
-  check_sizes(max_tokens, top_k, row_bytes);
-  if (fits(max_tokens, top_k, row_bytes)) return;
+  check_shape(shape);
+  if (fits(shape)) return;
   std::string cause;
   const auto note = [&](const char* name, std::int64_t had, std::int64_t needed) {
     if (needed <= had) return;
     cause += join_text(cause.empty() ? "" : ", ", name, " ", had, " -> ", needed);
   };
-  note("tokens", control_.max_tokens, max_tokens);
-  note("top-k", control_.max_top_k, top_k);
-  note("row bytes", static_cast<std::int64_t>(row_bytes_), static_cast<std::int64_t>(row_bytes));
+  note("tokens", control_.max_tokens, shape.num_tokens);
+  note("top-k", control_.max_top_k, shape.top_k);
+  note("row bytes", row_bytes_, shape.row_bytes);
   const Agreement agreement(all_gather, control_.num_ranks, cause);
 
   const bool is_captured = was_captured_ || is_being_captured(stream);
@@ -132,33 +133,27 @@ void Group::reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintp
                   "group's engines "
                   "and create them again"));
   }
-  const auto leave = [&] {  // afterwards no rank uses the old windows any longer
-    leave_windows();
-    return std::string();
-  };
-  const auto make = [&] {
-    allocate(max_tokens, top_k, row_bytes);
-    return std::string();
-  };
   try {
-    agreement.on_all_ranks("leaving its windows", leave, "restart the job");
-    agreement.on_all_ranks("allocating its windows", make,
-                           "if GPU memory ran out: use smaller micro-batches");
+    // Afterwards no rank uses the old windows any longer.
+    agreement.on_all_ranks("leaving its windows", [&] { leave_windows(); }, "restart the job");
+    agreement.on_all_ranks(
+        "allocating its windows", [&] { allocate(shape); },
+        "if GPU memory ran out: use smaller micro-batches");
     open_checked(*this, *communicator_, agreement, {"control", "rows"});
   } catch (...) {
-    drop();
+    discard_windows();
     throw;
   }
   growth_ = cause;
 }
 
-void Group::allocate(int max_tokens, int top_k, std::size_t row_bytes) {
+void Group::allocate(const ncclepShape_t& shape) {
   require_open();
-  const WindowSizes larger =
-      window_sizes(control_, std::max(control_.max_tokens, max_tokens),
-                   std::max(control_.max_top_k, top_k), std::max(row_bytes_, row_bytes));
+  const WindowSizes larger = window_sizes(
+      control_, {sizeof(shape), std::max(control_.max_tokens, shape.num_tokens),
+                 std::max(control_.max_top_k, shape.top_k), std::max(row_bytes_, shape.row_bytes)});
   for (const std::shared_ptr<Window>& window : windows()) window->close();
-  drop();
+  discard_windows();
   const Reach reach = network_ != nullptr ? Reach::kNetwork : Reach::kDomain;
   control_window_ = std::make_shared<Window>(communicator_, larger.control_bytes, reach);
   rows_window_ = std::make_shared<Window>(communicator_, larger.rows_bytes, reach);
@@ -179,9 +174,14 @@ void Group::clear() {
   }
   // All ranks have received the last plan, but the new windows do not record that.
   clear_memory(&state_->received, sizeof(state_->received));
+  if (rails_ != nullptr) {
+    const OwnStream stream;
+    with_context(0, [&](const auto& me) { begin_puts(me, stream.get(), *rails_); });
+    stream.wait("looking at the network's queues");
+  }
 }
 
-void Group::drop() {
+void Group::discard_windows() {
   rails_.reset();
   control_window_.reset();
   rows_window_.reset();
@@ -194,7 +194,7 @@ void Group::close() {
   wait_for_calls("closing its windows", longest_timeout_s_);
   settle();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
-  drop();
+  discard_windows();
   if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
 }
@@ -238,6 +238,22 @@ std::size_t Group::num_bytes() const {
   return sum;
 }
 
+ncclepGroupInfo_t Group::info() const {
+  ncclepGroupInfo_t info = NCCLEP_GROUP_INFO_INIT;
+  info.num_ranks = control_.num_ranks;
+  info.rank = communicator_->rank();
+  info.num_experts = control_.num_experts;
+  info.max_tokens = control_.max_tokens;
+  info.max_top_k = control_.max_top_k;
+  info.row_bytes = row_bytes_;
+  info.num_bytes = num_bytes();
+  info.was_captured = was_captured_;
+  info.growth = growth_.c_str();
+  info.num_domains = control_.num_domains;
+  info.num_token_routes = TokenRoutes::rows(control_);
+  return info;
+}
+
 template <int kGroups>
 KernelContextOf<kGroups> Group::context(std::uint64_t call) const {
   require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
@@ -257,9 +273,9 @@ KernelContextOf<kGroups> Group::context(std::uint64_t call) const {
 template KernelContext Group::context(std::uint64_t call) const;
 template KernelContextOf<kMaxRankGroups> Group::context(std::uint64_t call) const;
 
-void Group::queue(std::uintptr_t stream, const std::function<void()>& launch) {
+StreamOrder::Turn Group::take_turn(std::uintptr_t stream) {
   require_open();
-  if (order_->queue(stream, launch)) was_captured_ = true;
+  return {*order_, stream, was_captured_};
 }
 
 void Group::check_num_ctas(int num_ctas) const {
@@ -270,9 +286,9 @@ void Group::check_num_ctas(int num_ctas) const {
 void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
-  with_context(0, [&](const auto& me) {
-    queue(stream, [&] { native::refuse(me, phase, stream, rails_.get()); });
-  });
+  auto turn = take_turn(stream);
+  with_context(0, [&](const auto& me) { native::refuse(me, phase, stream, rails_.get()); });
+  turn.end();
 }
 
 }  // namespace ncclep::native

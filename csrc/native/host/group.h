@@ -28,29 +28,15 @@ constexpr int kBuiltLocalRanks = kMaxLocalRanks;
 constexpr int kBuiltLocalRanks = kWarpSize;
 #endif
 
-// Sizes of what this rank will receive, as counted on the device.
-struct PlanSizes {
-  std::int64_t num_rows, num_pairs, num_assignments;
-  int first_bad_rank;  // the lowest whose routing is bad; -1: none
-};
-
-// Why the group has failed on this rank; see Mailbox.
-struct Failure {
-  Reason reason;
-  Phase phase;
-  int peer;
-  std::uint64_t epoch;
-  double deadline_s;
-  std::uint64_t own_call, peer_call;  // call.h; 0: unknown
-};
-
-// A plan's memory, which Python allocates, and the sizes of its contents.
+// A plan's memory, which the caller allocates, and the sizes of its contents.
 struct Plan {
-  Tensor counts;        // int64 [2 * experts of this rank + 1]: padded, routed, number dropped
-  Tensor token_routes;  // int32 [TokenRoutes::rows(...), T]
-  int num_chunks;       // of the rank with the most tokens, or an upper bound
-  int top_k;
+  Tensor counts;         // see ncclepPlanConfig_t
+  Tensor token_routes;   // likewise
+  int num_chunks;        // of the rank with the most tokens, or an upper bound
+  int top_k;             // K
   std::uint64_t number;  // the same on all ranks
+  // For `wait_for_sizes`; 0 in static mode, where there is nothing to wait for.
+  std::uint32_t ticket = 0;
   // Set by plan_receive.
   std::int64_t max_pairs = 0, max_assignments = 0;  // capacity of the routes
   Tensor routes;                                    // int32 [routes_size(...)]; the caller keeps it
@@ -66,18 +52,20 @@ struct WindowSizes {
   std::size_t row_bytes;
   std::size_t control_bytes, rows_bytes;  // of the two windows
 };
-// For `control`'s group, and for batches of at most this many tokens of a rank.
-WindowSizes window_sizes(Control control, int max_tokens, int top_k, std::size_t row_bytes);
+// For `control`'s group, and for batches of at most this shape.
+WindowSizes window_sizes(Control control, const ncclepShape_t& shape);
 
-// Of a plan's routes, in int32: the part for other domains, at the start, and all of them.
-std::int64_t rail_routes_size(const Control& control, int num_chunks);
+// Elements of a plan's routes; `most_tokens` is of the rank with the most.
 std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
-                         std::int64_t max_assignments, int num_chunks);
+                         std::int64_t max_assignments, int most_tokens);
 
 // The addresses of an open window's peers, as kernels take them.
 template <int kGroups = 1>
 DomainWindowsOf<kGroups> windows_of_domain(const Communicator& communicator, const Window& window);
 
+// What include/ncclep.h says of ncclepGroup_t, with that interface's structs; Python's bindings and
+// the functions of the C interface call it.
+//
 // Construction, making windows and `close` are collective, and so is every call that queues work.
 // An object that is not closed lives until the process ends.  With several NVLink domains the
 // kernels use the network (docs/network.md).
@@ -96,26 +84,22 @@ class Group {
   // `stream` is being captured; Error when a rank's earlier calls are not over after half of the
   // deadline, or when a rank has no memory or does not reach another's.  No windows are left after
   // an Error.
-  void reserve(int max_tokens, int top_k, std::size_t row_bytes, std::uintptr_t stream,
-               const AllGather& all_gather);
-  // What grew when windows were last made, such as "tokens 0 -> 128".
-  const std::string& growth() const { return growth_; }
-
+  void reserve(const ncclepShape_t& shape, std::uintptr_t stream, const AllGather& all_gather);
   // Whether the windows are large enough.  The arguments of `fits` and `allocate` are equal on all
   // ranks.
-  bool fits(int max_tokens, int top_k, std::size_t row_bytes) const;
+  bool fits(const ncclepShape_t& shape) const;
   // The steps of `reserve`: the ranks agree after each that it succeeded on all of them, because an
   // error on one rank must not leave the others waiting in the next.
   //
   // Closes the current windows and allocates new ones.
-  void allocate(int max_tokens, int top_k, std::size_t row_bytes);
+  void allocate(const ncclepShape_t& shape);
   // Maps all ranks' memory; window_check.h verifies the addresses.
   void open();
   // Clears the windows for use; the last step.
   void clear();
-  // Drops the windows after a step failed on any rank.  Windows that are open stay until the
+  // Forgets the windows after a step failed on any rank.  Windows that are open stay until the
   // process ends, because closing them is collective.  Not collective.
-  void drop();
+  void discard_windows();
   // Collective.  Throws, and frees nothing, when earlier calls are not over after the longest
   // deadline that any of them had: then their kernels, which have not begun, use the windows yet.
   void close();
@@ -134,63 +118,42 @@ class Group {
   std::vector<std::shared_ptr<Window>> windows() const;
   // Bytes of windows that this rank holds.
   std::size_t num_bytes() const;
-  // Capacity of the windows: the arguments of `fits`.
-  int max_tokens() const { return control_.max_tokens; }
-  int num_experts() const { return control_.num_experts; }
-  int max_top_k() const { return control_.max_top_k; }
-  std::size_t row_bytes() const { return row_bytes_; }
+  ncclepGroupInfo_t info() const;
 
   // Seconds for which kernels queued from now on wait for other ranks.
   double timeout() const { return timeout_s_; }
   void set_timeout(double seconds);
-  // Whether a CUDA graph has captured any call, and so the windows of that time.
-  bool was_captured() const { return was_captured_; }
 
-  // Rows of a plan's token routes.
-  int num_token_routes() const { return TokenRoutes::rows(control_); }
-  // Number of int32 elements of a plan's routes.
   std::int64_t routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
-                           int num_chunks) const;
-
-  // Queues a whole plan.  In static mode `max_recv_rows` is not 0; if there may be more rows than
-  // that, the assignments that fit are written to `kept` first, int32 [T, K], and the rows that
-  // ranks lacked so far to `lacked`, int64 [R] (plan/overflow.h).  Returns the ticket for
-  // wait_for_sizes; 0 in static mode, where there is nothing to wait for.  If the plan has more
-  // pairs or assignments than there is room for, `plan_receive` must follow.
-  std::uint32_t plan(Plan& plan, const Tensor& topk_idx, int alignment, std::int64_t max_recv_rows,
-                     const std::optional<Tensor>& kept, const std::optional<Tensor>& lacked,
-                     std::int64_t max_pairs, std::int64_t max_assignments, const Tensor& routes,
-                     int num_sms, std::uintptr_t stream);
-  // Queues the plan's second kernel again, with more room.  `routes` replaces the plan's previous
-  // routes.
-  void plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
-                    const Tensor& routes, int num_sms, std::uintptr_t stream);
+                           int most_tokens) const {
+    return native::routes_size(control_, max_pairs, max_assignments, most_tokens);
+  }
+  // Queues a whole plan.  If it has more pairs or assignments than there is room for,
+  // `plan_receive` must follow: it queues the plan's second kernel again, with more room.
+  Plan plan(const ncclepPlanConfig_t& config);
+  void plan_receive(Plan& plan, const ncclepTensor_t* routes, std::int64_t max_pairs,
+                    std::int64_t max_assignments, int num_sms, std::uintptr_t stream);
   // Waits on the host until the device has counted: without limit until the stream reaches the
   // plan, and from then on for at most twice the deadline.  Empty when a wait on the device failed
   // meanwhile.  `poll` is called now and then, and may throw.
-  std::optional<PlanSizes> wait_for_sizes(Plan& plan, std::uint32_t ticket,
-                                          const Tensor& rows_of_expert, std::uintptr_t stream,
-                                          const std::function<void()>& poll) const;
-  // Queues a copy to `out`, int64 [1], of the total nanoseconds for which earlier kernels waited
-  // for other ranks to enter the same call.
-  void copy_waited_ns(const Tensor& out, std::uintptr_t stream) const;
-  // The ranks whose routing was bad in a static plan, one bit each in kMaxRanks / 32 words, as far
-  // as the device has reported.  `forget` clears them; no work may be in flight then.
-  void bad_ranks(bool forget, std::uint32_t* words);
-  void dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
-                const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
-                std::uintptr_t stream);
-  // `sums` is scratch: [sums_size(...), hidden]; not needed when that is 0.
+  std::optional<ncclepPlanSizes_t> wait_for_sizes(Plan& plan, const ncclepTensor_t* rows_of_expert,
+                                                  std::uintptr_t stream,
+                                                  const std::function<void()>& poll) const;
+  void copy_waited_ns(const ncclepTensor_t* out, std::uintptr_t stream) const;
+  void dispatch(const Plan& plan, const ncclepRows_t& given);
+  // Rows of scratch that a combine needs.
   std::int64_t sums_size(const Plan& plan, int num_sms, int row_bytes) const;
-  void combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-               const std::optional<Tensor>& sums, const Tensor& out,
-               const std::optional<Tensor>& topk_w, int num_sms, std::uintptr_t stream);
+  void combine(const Plan& plan, const ncclepRows_t& given);
 
   // Queues a kernel that tells the other ranks that this one stops, which ends their waits; work
   // queued here from now on has no effect.  Not collective.  Does nothing without windows, where no
   // rank can be waiting.
   void refuse(Phase phase, std::uintptr_t stream);
-  std::optional<Failure> failure() const;
+  ncclepFailure_t failure() const;
+  // The ranks whose routing was bad in a static plan, and in a low-latency dispatch, one bit each
+  // in kMaxRanks / 32 words.  `forget` clears them.
+  void bad_ranks(bool forget, std::uint32_t* words);
+  void bad_low_latency(bool forget, std::uint32_t* words);
   // Waits on the host until all work queued for the communicator's windows outside captures is
   // over.  `poll` is called now and then, and may throw.
   void wait_until_idle(const std::function<void()>& poll) const;
@@ -199,15 +162,14 @@ class Group {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // Null within one NVLink domain.
   const std::shared_ptr<network::Rails>& network() const { return network_; }
-  // The context of the kernels for domains of so many groups of ranks; `call` is packed by call.h.
+  // The context of the kernels for domains of so many groups of ranks; `call` is packed by
+  // call_signature.h.
   template <int kGroups = 1>
   KernelContextOf<kGroups> context(std::uint64_t call = 0) const;
-  // Queues an operation with `launch`; see StreamOrder.  A graph must not run concurrently with
-  // other work of the communicator's groups.
-  void queue(std::uintptr_t stream, const std::function<void()>& launch);
+  // For what queues an operation.  A graph must not run concurrently with other work of the
+  // communicator's groups.
+  StreamOrder::Turn take_turn(std::uintptr_t stream);
   void check_num_ctas(int num_ctas) const;
-  // The same for low-latency dispatches.
-  void bad_low_latency(bool forget, std::uint32_t* words);
 
  private:
   // Calls use(context) with that of the kernels for this group.
@@ -224,9 +186,16 @@ class Group {
   // Frees everything that was allocated; returns 0 or the first error, a cudaError_t.
   int free_state();
   void require_open() const;
+  // The tensors of a dispatch or combine, checked.
+  struct Rows {
+    Tensor tokens, rows;
+    std::optional<Tensor> topk_w, row_w;
+    std::uintptr_t stream;
+  };
+  Rows rows_at(Phase phase, const Plan& plan, const ncclepRows_t& given) const;
   PlanScratch plan_scratch(int num_sms) const;
-  void take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
-                   const Tensor& routes) const;
+  void take_routes(Plan& plan, const ncclepTensor_t* routes, std::int64_t max_pairs,
+                   std::int64_t max_assignments) const;
   RailRoutes rail_routes(const Plan& plan) const;
   ReceivedRoutes received_routes(const Plan& plan) const;
   std::shared_ptr<Communicator> communicator_;

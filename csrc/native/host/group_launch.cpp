@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "common/cuda.h"
-#include "native/host/call.h"
+#include "native/host/call_signature.h"
 #include "native/host/checks.h"
 #include "native/host/group.h"
 #include "native/plan/overflow.h"
@@ -29,23 +29,25 @@ T* pointer(const std::optional<Tensor>& tensor) {
 }
 
 int row_bytes_of(const Tensor& rows) {
-  return static_cast<int>(rows.shape.at(1)) * itemsize_of(rows.dtype);
+  return static_cast<int>(rows.shape[1]) * itemsize_of(rows.dtype);
 }
 
 TokenRoutes token_routes_of(const Tensor& token_routes, const Control& control) {
-  return TokenRoutes::in(pointer<std::int32_t>(token_routes), control, token_routes.shape.at(1));
+  return TokenRoutes::in(pointer<std::int32_t>(token_routes), control, token_routes.shape[1]);
 }
 
-}  // namespace
-
+// The part of a plan's routes for other domains, at the start, in int32.
 std::int64_t rail_routes_size(const Control& control, int num_chunks) {
   if (control.num_domains == 1) return 0;
   return RailRoutes::size(control, num_chunks * kChunk, num_chunks);
 }
 
+}  // namespace
+
 std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
-                         std::int64_t max_assignments, int num_chunks) {
-  check_room(control, max_pairs, max_assignments, num_chunks);
+                         std::int64_t max_assignments, int most_tokens) {
+  check_room(control, max_pairs, max_assignments, most_tokens);
+  const int num_chunks = num_chunks_of(most_tokens);
   return rail_routes_size(control, num_chunks) +
          ReceivedRoutes::size(control.num_ranks, num_chunks, max_pairs, max_assignments);
 }
@@ -62,34 +64,36 @@ ReceivedRoutes Group::received_routes(const Plan& plan) const {
       control_.num_ranks, plan.num_chunks, plan.max_pairs, plan.max_assignments);
 }
 
-std::int64_t Group::routes_size(std::int64_t max_pairs, std::int64_t max_assignments,
-                                int num_chunks) const {
-  return native::routes_size(control_, max_pairs, max_assignments, num_chunks);
-}
-
 PlanScratch Group::plan_scratch(int num_sms) const {
   check_num_sms(control_, num_sms, max_sms_);
   return {plan_scratch_, control_, max_sms_};
 }
 
-std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
-                          std::int64_t max_recv_rows, const std::optional<Tensor>& kept,
-                          const std::optional<Tensor>& lacked, std::int64_t max_pairs,
-                          std::int64_t max_assignments, const Tensor& routes, int num_sms,
-                          std::uintptr_t stream) {
+Plan Group::plan(const ncclepPlanConfig_t& config) {
+  const Tensor topk_idx = tensor_at(config.topk_idx, "topk_idx");
+  const auto kept = optional_tensor(config.kept, "kept");
+  const auto lacked = optional_tensor(config.lacked, "lacked");
+  require(topk_idx.ndim == 2 && topk_idx.shape[1] <= kMaxTopK,
+          "topk_idx must be [T, K] with K at most ", kMaxTopK);
+  require(config.most_tokens >= 0, config.most_tokens, " tokens: at least 0");
+  Plan plan{tensor_at(config.counts, "counts"), tensor_at(config.token_routes, "token_routes"),
+            num_chunks_of(config.most_tokens), static_cast<int>(topk_idx.shape[1]), config.number};
   check_plan(control_, plan);
-  check_topk(plan, topk_idx, alignment);
+  check_topk(plan, topk_idx, config.alignment);
+  const std::int64_t max_recv_rows = config.max_recv_rows;
   require(max_recv_rows > 0 || (max_recv_rows == 0 && !kept), "a plan of ", max_recv_rows,
           " rows: assignments are dropped only in static mode, where it is positive");
   require(kept || !lacked, "a plan that drops nothing: `lacked` needs `kept`");
   if (kept) check_drop(control_, plan, max_recv_rows, *kept, lacked);
   const bool is_static = max_recv_rows > 0;
-  take_routes(plan, max_pairs, max_assignments, routes);
+  take_routes(plan, config.routes, config.max_pairs, config.max_assignments);
+  const int num_sms = config.num_sms, alignment = config.alignment;
+  const std::uintptr_t stream = number_of(config.stream);
   const PlanScratch scratch = plan_scratch(num_sms);
   PlanCount count{};
   count.topk_idx = topk_idx.data;
-  count.is_int64 = topk_idx.dtype == DType::kInt64;
-  count.num_tokens = static_cast<int>(topk_idx.shape.at(0));
+  count.is_int64 = topk_idx.dtype == ncclepInt64;
+  count.num_tokens = static_cast<int>(topk_idx.shape[0]);
   count.top_k = plan.top_k;
   count.most_chunks = plan.num_chunks;
   count.alignment = alignment;
@@ -109,7 +113,7 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     drop.alignment = alignment;
     drop.max_recv_rows = max_recv_rows;
     drop.kept = pointer<std::int32_t>(kept);
-    drop.num_wanted = count.num_dropped;
+    drop.num_requested = count.num_dropped;
     if (lacked) drop.lacked = pointer<std::int64_t>(*lacked);
     count.topk_idx = drop.kept;
     count.is_int64 = false;
@@ -118,76 +122,84 @@ std::uint32_t Group::plan(Plan& plan, const Tensor& topk_idx, int alignment,
     plan.num_rows = max_recv_rows;
   } else {
     if (++ticket_ == 0) ++ticket_;
-    count.ticket = ticket_;
+    count.ticket = plan.ticket = ticket_;
   }
+  auto turn = take_turn(stream);
   with_context(0, [&](const auto& me) {
     auto first = me;  // in static mode this kernel compares the ranks' calls
     if (is_static) first.call = call_of_plan(plan.top_k, alignment, max_recv_rows);
-    queue(stream, [&] {
-      if (count.ticket != 0) reached_->record(stream);
-      if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
-      native::plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
-      native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
-    });
+    if (count.ticket != 0) reached_->record(stream);
+    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
+    plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
+    native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
   });
-  return count.ticket;
+  turn.end();
+  return plan;
 }
 
-void Group::take_routes(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
-                        const Tensor& routes) const {
-  check_routes(routes, routes_size(max_pairs, max_assignments, plan.num_chunks));
+void Group::take_routes(Plan& plan, const ncclepTensor_t* routes, std::int64_t max_pairs,
+                        std::int64_t max_assignments) const {
+  const Tensor given = tensor_at(routes, "routes");
+  check_routes(given, routes_size(max_pairs, max_assignments, plan.num_chunks * kChunk));
   plan.max_pairs = plan.num_pairs = max_pairs;
   plan.max_assignments = plan.num_assignments = max_assignments;
-  plan.routes = routes;
+  plan.routes = given;
 }
 
-void Group::plan_receive(Plan& plan, std::int64_t max_pairs, std::int64_t max_assignments,
-                         const Tensor& routes, int num_sms, std::uintptr_t stream) {
+void Group::plan_receive(Plan& plan, const ncclepTensor_t* routes, std::int64_t max_pairs,
+                         std::int64_t max_assignments, int num_sms, std::uintptr_t stream) {
   check_plan(control_, plan);
   const Tensor before = plan.routes;
-  take_routes(plan, max_pairs, max_assignments, routes);
+  take_routes(plan, routes, max_pairs, max_assignments);
   const std::size_t kept = rail_routes_size(control_, plan.num_chunks) * sizeof(std::int32_t);
-  queue(stream, [&] {
-    if (kept > 0) {  // what the first kernel has written
-      cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,
-                                 reinterpret_cast<cudaStream_t>(stream)),
-                 "cudaMemcpyAsync");
-    }
-    with_context(0, [&](const auto& me) {
-      native::plan_receive(me, received_routes(plan), plan_scratch(num_sms), num_sms, stream,
-                           rail_routes(plan));
-    });
+  auto turn = take_turn(stream);
+  if (kept > 0) {  // what the first kernel has written
+    cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,
+                               reinterpret_cast<cudaStream_t>(stream)),
+               "cudaMemcpyAsync");
+  }
+  with_context(0, [&](const auto& me) {
+    native::plan_receive(me, received_routes(plan), plan_scratch(num_sms), num_sms, stream,
+                         rail_routes(plan));
   });
+  turn.end();
 }
 
-void Group::dispatch(const Plan& plan, const Tensor& x, const std::optional<Tensor>& w,
-                     const Tensor& rows, const std::optional<Tensor>& row_w, int num_sms,
-                     std::uintptr_t stream) {
+Group::Rows Group::rows_at(Phase phase, const Plan& plan, const ncclepRows_t& given) const {
+  Rows at{tensor_at(given.tokens, "tokens"), tensor_at(given.rows, "rows"),
+          optional_tensor(given.topk_w, "topk_w"), optional_tensor(given.row_w, "row_w"),
+          number_of(given.stream)};
   check_received(control_, plan);
-  check_rows(Phase::kDispatch, plan, row_bytes_, x, w, rows, row_w);
-  check_num_sms(control_, num_sms, max_sms_);
-  const int num_local = control_.num_experts / control_.num_ranks;
+  check_rows(phase, plan, row_bytes_, at.tokens, at.topk_w, at.rows, at.row_w);
+  check_num_sms(control_, given.num_sms, max_sms_);
+  return at;
+}
+
+void Group::dispatch(const Plan& plan, const ncclepRows_t& given) {
+  const Rows at = rows_at(Phase::kDispatch, plan, given);
   Dispatch job{};
-  job.x = pointer<const char>(x);
-  job.w = pointer<const float>(w);
-  job.rows = pointer<char>(rows);
-  job.row_w = pointer<float>(row_w);
-  job.has_weights = w.has_value();
-  job.num_tokens = static_cast<int>(x.shape.at(0));
+  job.x = pointer<const char>(at.tokens);
+  job.w = pointer<const float>(at.topk_w);
+  job.rows = pointer<char>(at.rows);
+  job.row_w = pointer<float>(at.row_w);
+  job.has_weights = at.row_w.has_value();
+  job.num_tokens = static_cast<int>(at.tokens.shape[0]);
   job.most_tokens = plan.num_chunks * kChunk;
   job.top_k = plan.top_k;
-  job.row_bytes = row_bytes_of(x);
+  job.row_bytes = row_bytes_of(at.rows);
   job.num_phases = num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
-  job.num_rows = rows.shape.at(0);
+  job.num_rows = at.rows.shape[0];
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
-  job.routed_per_expert = job.tokens_per_expert + num_local;
+  job.routed_per_expert = job.tokens_per_expert + control_.num_local();
   job.token_ranks = token_routes_of(plan.token_routes, control_).token_ranks;
   job.routes = received_routes(plan);
   job.rail_routes = rail_routes(plan);
   const std::uint64_t call =
-      call_of_rows(Phase::kDispatch, plan.number, x.dtype, job.row_bytes, job.has_weights);
+      call_of_rows(Phase::kDispatch, plan.number, at.rows.dtype, job.row_bytes, job.has_weights);
   with_context(call, [&](const auto& me) {
-    queue(stream, [&] { native::dispatch(me, job, num_sms, stream, rails_.get()); });
+    auto turn = take_turn(at.stream);
+    native::dispatch(me, job, given.num_sms, at.stream, rails_.get());
+    turn.end();
   });
 }
 
@@ -199,23 +211,21 @@ std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) cons
   return split.sending > 0 ? plan.num_pairs : 0;
 }
 
-void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tensor>& w,
-                    const std::optional<Tensor>& sums, const Tensor& out,
-                    const std::optional<Tensor>& topk_w, int num_sms, std::uintptr_t stream) {
-  check_received(control_, plan);
-  check_rows(Phase::kCombine, plan, row_bytes_, out, topk_w, y, w);
-  check_sums(sums, sums_size(plan, num_sms, row_bytes_of(y)), y);
+void Group::combine(const Plan& plan, const ncclepRows_t& given) {
+  const Rows at = rows_at(Phase::kCombine, plan, given);
   Combine job{};
-  job.y = pointer<const char>(y);
+  job.row_bytes = row_bytes_of(at.rows);
+  const auto sums = optional_tensor(given.sums, "sums");
+  check_sums(sums, sums_size(plan, given.num_sms, job.row_bytes), at.rows);
+  job.y = pointer<const char>(at.rows);
   job.sums = pointer<char>(sums);
-  job.w = pointer<const float>(w);
-  job.out = pointer<char>(out);
-  job.topk_w = pointer<float>(topk_w);
-  job.has_weights = w.has_value();
-  job.dtype = y.dtype;
-  job.num_tokens = static_cast<int>(out.shape.at(0));
+  job.w = pointer<const float>(at.row_w);
+  job.out = pointer<char>(at.tokens);
+  job.topk_w = pointer<float>(at.topk_w);
+  job.has_weights = at.row_w.has_value();
+  job.dtype = at.rows.dtype;
+  job.num_tokens = static_cast<int>(at.tokens.shape[0]);
   job.top_k = plan.top_k;
-  job.row_bytes = row_bytes_of(y);
   job.token_routes = token_routes_of(plan.token_routes, control_);
   job.routes = received_routes(plan);
   if (control_.num_domains > 1) {
@@ -225,9 +235,11 @@ void Group::combine(const Plan& plan, const Tensor& y, const std::optional<Tenso
     job.rail_routes = rail_routes(plan);
   }
   const std::uint64_t call =
-      call_of_rows(Phase::kCombine, plan.number, y.dtype, job.row_bytes, job.has_weights);
+      call_of_rows(Phase::kCombine, plan.number, job.dtype, job.row_bytes, job.has_weights);
   with_context(call, [&](const auto& me) {
-    queue(stream, [&] { native::combine(me, job, num_sms, stream, rails_.get()); });
+    auto turn = take_turn(at.stream);
+    native::combine(me, job, given.num_sms, at.stream, rails_.get());
+    turn.end();
   });
 }
 

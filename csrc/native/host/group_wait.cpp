@@ -6,7 +6,7 @@
 #include "common/cuda.h"
 #include "common/pause.h"
 #include "native/host/group.h"
-#include "nccl/made_in_time.h"
+#include "nccl/run_with_deadline.h"
 
 namespace ncclep::native {
 
@@ -25,17 +25,20 @@ void read(RankBits* bits, bool forget, std::uint32_t* words) {
 
 }  // namespace
 
-std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
-                                               const Tensor& rows_of_expert, std::uintptr_t stream,
-                                               const std::function<void()>& poll) const {
-  const int num_local = control_.num_experts / control_.num_ranks;
+std::optional<ncclepPlanSizes_t> Group::wait_for_sizes(Plan& plan,
+                                                       const ncclepTensor_t* rows_of_expert,
+                                                       std::uintptr_t stream,
+                                                       const std::function<void()>& poll) const {
+  const int num_local = control_.num_local();
+  const std::uint32_t ticket = plan.ticket;
+  const Tensor given = tensor_at(rows_of_expert, "rows_of_expert");
   require_open();
   require(ticket != 0 && ticket == ticket_, "ticket ", ticket, " is not that of the last plan");
-  require(rows_of_expert.dtype == DType::kInt64 && rows_of_expert.num_elements() == num_local,
+  require(given.dtype == ncclepInt64 && given.num_elements() == num_local,
           "rows_of_expert must be int64 [", num_local, "] on the CPU");
-  auto* rows = static_cast<std::int64_t*>(rows_of_expert.data);
-  PlanSizes sizes{};
-  const auto is_told = [&] {
+  auto* rows = static_cast<std::int64_t*>(given.data);
+  ncclepPlanSizes_t sizes = NCCLEP_PLAN_SIZES_INIT;
+  const auto is_reported = [&] {
     std::uint64_t words[4];
     for (int i = 0; i < 4; ++i) {
       words[i] = mailbox_->sizes[i];
@@ -47,8 +50,12 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
       if (word >> 32 != ticket) return false;
       rows[local] = static_cast<std::int64_t>(word & 0xffffffffu);
     }
-    sizes = {static_cast<std::int64_t>(words[0]), static_cast<std::int64_t>(words[1]),
-             static_cast<std::int64_t>(words[2]), static_cast<int>(words[3]) - 1};
+    sizes.num_rows = static_cast<std::int64_t>(words[0]);
+    sizes.num_pairs = static_cast<std::int64_t>(words[1]);
+    sizes.num_assignments = static_cast<std::int64_t>(words[2]);
+    sizes.first_bad_rank = static_cast<int>(words[3]) - 1;
+    sizes.has_room =
+        sizes.num_pairs <= plan.max_pairs && sizes.num_assignments <= plan.max_assignments;
     return true;
   };
   const auto has_failed = [&] { return mailbox_->failed_phase != 0; };
@@ -62,7 +69,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     const auto start = Clock::now();
     do {
       for (int turn = 0; turn < 1024; ++turn) {
-        if (is_told()) return true;
+        if (is_reported()) return true;
       }
       if (has_failed()) return true;
     } while (seconds_since(start) < kQueryInterval);
@@ -70,7 +77,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     const cudaError_t status = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
     if (status != cudaErrorNotReady) {
       cuda_check(status, "waiting for a plan's rows");
-      ensure(is_told() || has_failed(), "the device finished a plan without counting its rows");
+      ensure(is_reported() || has_failed(), "the device finished a plan without counting its rows");
       return true;
     }
     if (!reached && reached_->is_over()) reached = Clock::now();
@@ -80,7 +87,7 @@ std::optional<PlanSizes> Group::wait_for_sizes(Plan& plan, std::uint32_t ticket,
     return false;
   };
   wait_until(is_over, poll);
-  if (!is_told()) return std::nullopt;
+  if (!is_reported()) return std::nullopt;
   plan.num_pairs = sizes.num_pairs;
   plan.num_assignments = sizes.num_assignments;
   if (sizes.first_bad_rank < 0) plan.num_rows = sizes.num_rows;
@@ -98,7 +105,7 @@ void Group::wait_for_calls(const char* what, double limit_s) const {
                 " s: they wait for another rank, or for other work on the GPU");
   if (was_captured_) {  // no event tells when replays are over
     const auto wait = [] { cuda_check(cudaDeviceSynchronize(), "waiting for the device"); };
-    return made_in_time(wait, late, communicator_->device(), limit_s, [] {});
+    return run_with_deadline(wait, late, communicator_->device(), limit_s, [] {});
   }
   const auto is_over = [&](double waited) {
     if (order_->is_idle()) return true;
@@ -110,21 +117,22 @@ void Group::wait_for_calls(const char* what, double limit_s) const {
 
 void Group::leave_windows() const { wait_for_calls("leaving its windows", timeout_s_ / 2); }
 
-std::optional<Failure> Group::failure() const {
-  if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return std::nullopt;
+ncclepFailure_t Group::failure() const {
+  ncclepFailure_t found = NCCLEP_FAILURE_INIT;
+  if (mailbox_ == nullptr || mailbox_->failed_phase == 0) return found;
   std::atomic_thread_fence(std::memory_order_acquire);
-  Failure found{static_cast<Reason>(mailbox_->failed_reason),
-                static_cast<Phase>(mailbox_->failed_phase),
-                mailbox_->failed_peer,
-                mailbox_->failed_epoch,
-                static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9,
-                mailbox_->failed_calls[0],
-                mailbox_->failed_calls[1]};
-  if (found.reason == Reason::kLate && found.peer_call != 0) {
+  found.reason = static_cast<ncclepReason_t>(mailbox_->failed_reason);
+  found.phase = static_cast<ncclepPhase_t>(mailbox_->failed_phase);
+  found.peer = mailbox_->failed_peer;
+  found.operation = mailbox_->failed_epoch;
+  found.deadline_s = static_cast<double>(mailbox_->failed_deadline_ns) * 1e-9;
+  found.own_call = mailbox_->failed_calls[0];
+  found.peer_call = mailbox_->failed_calls[1];
+  if (found.reason == ncclepReasonLate && found.peer_call != 0) {
     // A kernel that compares no calls waits for no entry: what the peer has entered is another one.
     if (found.own_call == 0) found.peer_call = 0;
     // Its data is awaited where its call is compared, and may be missed first.
-    if (found.own_call != found.peer_call) found.reason = Reason::kDiffers;
+    if (found.own_call != found.peer_call) found.reason = ncclepReasonDiffers;
   }
   return found;
 }
@@ -137,8 +145,9 @@ void Group::bad_low_latency(bool forget, std::uint32_t* words) {
   read(mailbox_ == nullptr ? nullptr : &mailbox_->bad_low_latency, forget, words);
 }
 
-void Group::copy_waited_ns(const Tensor& out, std::uintptr_t stream) const {
-  require(out.dtype == DType::kInt64 && out.num_elements() == 1,
+void Group::copy_waited_ns(const ncclepTensor_t* given, std::uintptr_t stream) const {
+  const Tensor out = tensor_at(given, "out");
+  require(out.dtype == ncclepInt64 && out.num_elements() == 1,
           "out: must be int64 and have one element");
   auto* const on = reinterpret_cast<cudaStream_t>(stream);
   if (state_ == nullptr) {  // no windows yet: no kernel has waited

@@ -110,16 +110,16 @@ void check_windows(const Agreement& agreement, const std::vector<WindowView>& wi
   const auto probes = [&](Side side, bool writes) {
     return probes_of(windows, rank, generation, side, writes);
   };
-  const auto write_own = [&] {
-    store(probes(Side::kLeft, true));
-    return std::string();
-  };
+  const auto write_own = [&] { store(probes(Side::kLeft, true)); };
   const auto verify_peers_and_write = [&] {
     const std::string problem = difference(probes(Side::kLeft, false), Side::kLeft);
-    store(probes(Side::kBrought, true));
-    return problem;
+    store(probes(Side::kBrought, true));  // which the others verify even then
+    ensure(problem.empty(), problem);
   };
-  const auto verify_own = [&] { return difference(probes(Side::kBrought, false), Side::kBrought); };
+  const auto verify_own = [&] {
+    const std::string problem = difference(probes(Side::kBrought, false), Side::kBrought);
+    ensure(problem.empty(), problem);
+  };
   agreement.on_all_ranks("writing to its windows", write_own, remedy);
   agreement.on_all_ranks("checking its windows", verify_peers_and_write, remedy);
   agreement.on_all_ranks("checking its windows", verify_own, remedy);

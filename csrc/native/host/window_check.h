@@ -42,13 +42,7 @@ void open_checked(Owner& owner, Communicator& communicator, const Agreement& agr
       join_text("use the engine nccl_ep or reference, and report this with NCCL ",
                 nccl.version_text(), ", ", nccl.path());
   const std::uint64_t generation = communicator.next_generation();
-  const auto no_problem = [](auto&& step) {
-    return [step] {
-      step();
-      return std::string();
-    };
-  };
-  agreement.on_all_ranks("opening its windows", no_problem([&] { owner.open(); }), remedy);
+  agreement.on_all_ranks("opening its windows", [&] { owner.open(); }, remedy);
   std::vector<WindowView> views;
   const int first_rank = communicator.rank_in_domain(0);
   for (const auto& window : owner.windows()) {
@@ -56,7 +50,7 @@ void open_checked(Owner& owner, Communicator& communicator, const Agreement& agr
                      window->peers(), first_rank});
   }
   check_windows(agreement, views, communicator.rank() - first_rank, generation, remedy);
-  agreement.on_all_ranks("clearing its windows", no_problem([&] { owner.clear(); }), remedy);
+  agreement.on_all_ranks("clearing its windows", [&] { owner.clear(); }, remedy);
 }
 
 }  // namespace ncclep::native

@@ -402,9 +402,9 @@ void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
                          const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
                          const Rails* rails) {
   with_rails(rails, [&](const auto& way) {
-    if (job.dtype == DType::kBFloat16) {
+    if (job.dtype == ncclepBfloat16) {
       launch_combine<__nv_bfloat16>(me, ll, job, num_ctas, stream, way);
-    } else if (job.dtype == DType::kFloat16) {
+    } else if (job.dtype == ncclepFloat16) {
       launch_combine<__half>(me, ll, job, num_ctas, stream, way);
     } else {
       launch_combine<float>(me, ll, job, num_ctas, stream, way);

@@ -4,10 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "common/dtype.h"
 #include "common/tensor.h"
 #include "native/host/group.h"
 #include "native/low_latency/protocol.h"
@@ -15,14 +13,9 @@
 
 namespace ncclep::native {
 
-struct LowLatencySizes {
-  int max_tokens, hidden, top_k;
-  DType payload, dtype;  // dtypes of dispatched and of combined rows
-  int num_scales;        // fp32 scales of each dispatched row
-};
-
 // A rank's window for objects of these sizes.
-LowLatencyWindow low_latency_window(int num_ranks, int num_domains, const LowLatencySizes& sizes);
+LowLatencyWindow low_latency_window(int num_ranks, int num_domains,
+                                    const ncclepLowLatencyConfig_t& sizes);
 
 // Made by all ranks of a group with the same sizes, in steps like the group's own windows: the
 // constructor allocates, `open` is collective, `clear` prepares it for use.  An object that is not
@@ -37,49 +30,39 @@ class LowLatency {
   // control window tells ranks that another one stops.  Collective.  Throws on all ranks or on
   // none.
   static std::shared_ptr<LowLatency> make(std::shared_ptr<Group> group,
-                                          const LowLatencySizes& sizes,
+                                          const ncclepLowLatencyConfig_t& sizes,
                                           const AllGather& all_gather);
 
   // Only allocates.  Not collective.
-  LowLatency(std::shared_ptr<Group> group, const LowLatencySizes& sizes);
+  LowLatency(std::shared_ptr<Group> group, const ncclepLowLatencyConfig_t& sizes);
   ~LowLatency();
   LowLatency(const LowLatency&) = delete;
   LowLatency& operator=(const LowLatency&) = delete;
 
   void open();
   void clear();
-  // After a step that failed on any rank: see Group::drop.
-  void drop();
+  // After a step that failed on any rank: see Group::discard_windows.
+  void discard_windows();
   // Collective.
   void close();
 
   std::vector<std::shared_ptr<Window>> windows() const;
   std::size_t num_bytes() const { return window_ ? window_->num_bytes() : 0; }
 
-  // Addresses in this rank's memory of what the last dispatch delivered; see LowLatencyWindow.
-  std::uintptr_t rows() const { return address(layout_.rows()); }
-  std::uintptr_t scales() const { return address(layout_.scales()); }
-  std::uintptr_t experts() const { return address(layout_.experts()); }
-  std::uintptr_t weights() const { return address(layout_.weights()); }
+  // What the last dispatch delivered, in this rank's memory.
+  ncclepLowLatencyBuffers_t buffers() const;
 
-  // Queues a dispatch, or its first half.  The arguments must stay alive until the second half is
-  // over.
-  void dispatch(const Tensor& x, const std::optional<Tensor>& scales, const Tensor& topk_idx,
-                const Tensor& weights, const Tensor& counts, bool completes, int num_ctas,
-                std::uintptr_t stream);
-  void complete_dispatch(const Tensor& counts, std::uintptr_t stream);
-  // Queues a combine, its first half, or, with the same arguments, its second half.
-  void combine(const Tensor& y, const std::optional<Tensor>& rows_of, const Tensor& out, bool sends,
-               bool completes, int num_ctas, std::uintptr_t stream);
+  // Queue a dispatch or a combine, or half of one; the arguments of the first half must stay alive
+  // until the second is over.
+  void dispatch(const ncclepLowLatencyDispatch_t& given);
+  void combine(const ncclepLowLatencyCombine_t& given);
 
  private:
-  std::uintptr_t address(std::size_t offset) const;
   LowLatencyContext context() const;
-  void queue_dispatch(const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream);
   void require_open() const;
 
   std::shared_ptr<Group> group_;
-  LowLatencySizes sizes_;
+  ncclepLowLatencyConfig_t sizes_;
   LowLatencyWindow layout_;
   std::shared_ptr<Window> window_;
   std::shared_ptr<const Rails> rails_;  // with several domains

@@ -153,7 +153,7 @@ __device__ bool everything_fits(const KernelContext& me, const Drop& job, Shared
     wanted = warp_sum(wanted);
     if (lane == 0) {
       shared.blocks[rank] = blocks;
-      if (rank == me.rank && blockIdx.x == 0) *job.num_wanted = wanted;
+      if (rank == me.rank && blockIdx.x == 0) *job.num_requested = wanted;
       // Plans of a group run one after the other: nothing else writes here.
       if (job.lacked != nullptr && blocks > room && blockIdx.x == 0) {
         const std::int64_t rows = std::int64_t{blocks - room} * job.alignment;

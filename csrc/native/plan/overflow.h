@@ -18,7 +18,7 @@ struct Drop {
   int alignment;
   std::int64_t max_recv_rows;
   std::int32_t* kept;  // [T, K]: topk_idx, -1 where an assignment does not fit or names no expert
-  std::int64_t* num_wanted;  // [1]: assignments of all ranks for this rank's experts
+  std::int64_t* num_requested;  // [1]: assignments of all ranks for this rank's experts
   // Null, or [R], the rows that ranks lacked so far: for the plan in which a rank lacked most, the
   // rows that it lacked << 32 | max_recv_rows.  Every rank records the same values for all ranks.
   std::int64_t* lacked;

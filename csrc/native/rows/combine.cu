@@ -356,9 +356,9 @@ template <typename R>
 void launch_combine(const KernelContext& me, const Combine& arguments, int num_sms,
                     std::uintptr_t stream, const R& rails) {
   const bool has_parts = me.rank > 1;
-  const auto kernel = arguments.dtype == DType::kBFloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
-                      : arguments.dtype == DType::kFloat16 ? kernel_for<__half, R>(has_parts)
-                                                           : kernel_for<float, R>(has_parts);
+  const auto kernel = arguments.dtype == ncclepBfloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
+                      : arguments.dtype == ncclepFloat16 ? kernel_for<__half, R>(has_parts)
+                                                         : kernel_for<float, R>(has_parts);
   const RingShape shape = sending_ring_shape(arguments.row_bytes);
   const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
                                            arguments.row_bytes, me.control.num_domains);

@@ -18,7 +18,7 @@ struct Combine {
   float* topk_w;   // [T, K], or null
   // Needed because a tensor without elements has a null pointer too.
   bool has_weights;
-  DType dtype;  // kBFloat16, kFloat16 or kFloat32
+  DType dtype;  // bf16, fp16 or fp32
   int num_tokens, top_k, row_bytes;
   TokenRoutes token_routes;
   ReceivedRoutes routes;

@@ -58,7 +58,7 @@ class Calls:
         if self.go_on and key in self._agreed and fits:
             if problem := self._shape_problem(topk_idx):
                 self.refuse("plan", problem)
-            return self._group.enter(), num_tokens if self._is_even else self._most_tokens
+            return self._group.hosts.enter(), num_tokens if self._is_even else self._most_tokens
         agreement = self._engine.agree_on_routes(topk_idx, self._plan_problem(topk_idx))
         self._remember(key)
         self._most_tokens = max(self._most_tokens, *agreement.gathered)
@@ -75,7 +75,7 @@ class Calls:
         if self.go_on and key in self._agreed:
             if problem is not None:
                 self.refuse(phase, problem)
-            self._group.enter()
+            self._group.hosts.enter()
             assert isinstance(plan, HierarchicalPlan)
             return plan
         agreed = self._engine.agree_on_rows(phase, plan, rows, w, problem)
@@ -85,7 +85,7 @@ class Calls:
     def refuse(self, phase: str, problem: str) -> NoReturn:
         """Raise a problem of this rank, in a call on which hosts do not agree.
 
-        Not collective: the others are notified (`EpGroup.refuse`), and the engine is unusable.  A
+        Not collective: the others are notified (`Hosts.refuse`), and the engine is unusable.  A
         single-rank group continues as if the call had not been made.
 
         Raises:
@@ -95,7 +95,7 @@ class Calls:
         if self._group.size == 1:
             raise InputError(refusal)
         self._refusal = refusal
-        self._group.refuse(refusal)
+        self._group.hosts.refuse(refusal)
         raise RefusedError(refusal)
 
     def raise_refusal(self) -> None:
@@ -106,7 +106,7 @@ class Calls:
     def close(self) -> None:
         """Withdraw the refusal, so that a new engine can start.  Not collective."""
         if self._refusal is not None:
-            self._group.forget_refusal()
+            self._group.hosts.forget_refusal()
 
     def _remember(self, key: Hashable) -> None:
         """Skip agreement on such calls from now on, unless many others come in between.

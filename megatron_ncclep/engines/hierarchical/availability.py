@@ -30,7 +30,7 @@ def engine_inside(
     inside = None if num_experts is None else num_experts // grid.nodes.count
     reason = native_availability.unavailable_reason(grid.local, config, inside)
     what = "open, choosing the engine inside a node"
-    if problems := group.gather_problems(reason, what, group.deadline_s(config)):
+    if problems := group.hosts.gather_problems(reason, what, group.deadline_s(config)):
         return "reference", f"not native: {problems}"
     return "native", ""
 

@@ -41,7 +41,6 @@ size and the same plan, so chunks change neither any bit of the results nor the 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -80,7 +79,6 @@ from megatron_ncclep.engines.overflow import rows_needed
 from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.all_to_all import AllToAll
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.nodes import grid_of
@@ -129,9 +127,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         self._calls = Calls(self)
         self._waits = not self._calls.go_on
         self._engine: NativeEngine | ReferenceEngine | None = None  # this node's
-        text = f"hierarchical: {self.nodes}, {self.inside!r} inside a node"
-        if group.rank == 0:
-            group.log_once(logging.INFO, text, f"{text}{reason and f' ({reason})'}")
+        why = reason and f" ({reason})"
+        group.announce(f"hierarchical: {self.nodes}, {self.inside!r} inside a node{why}")
 
     @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
@@ -140,7 +137,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         Where hosts do not agree, an index that is not an expert, or an expert named twice, counts
         as not routed, and a later call of `plan` raises InputError, as with the engine `native`.
         """
-        self._require_open()
+        self.require_open()
         call, most_tokens = self._calls.enter_plan(topk_idx)
         self.streams.keep(topk_idx)
         top_k = topk_idx.shape[1]
@@ -166,10 +163,10 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
         if self._waits:
             what = "plan inside the nodes"
-            inside = on_all_ranks(self.group, what, plan_inside, self.timeout_s)
+            inside = self.group.hosts.on_all_ranks(what, plan_inside, self.timeout_s)
         else:
             inside = plan_inside()
-        self._note_shortage(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
+        self._record_overflow(topk_idx.where(is_expert, NOT_ROUTED), most_tokens)
         self._end_call("plan")
         return HierarchicalPlan(
             plan_id=call,
@@ -193,7 +190,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        self._require_open()
+        self.require_open()
         plan = self._calls.enter("dispatch", plan, x, w)
         self.streams.keep(*plan.tensors(), x, w)
         pieces = self._pieces(plan, x)
@@ -232,7 +229,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         Sums start from +0 in fp32: inside a node as its engine adds them, rounded; then at the
         source rank over the nodes in ascending order, rounded once.
         """
-        self._require_open()
+        self.require_open()
         plan = self._calls.enter("combine", plan, y, w)
         self.streams.keep(*plan.tensors(), y, w)
         pieces = self._pieces(plan, y)
@@ -260,7 +257,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _release(self) -> None:
         """Close the node's engine.  The grid stays, for other engines of the group."""
         self._calls.close()
-        if self.group.is_alive and self._engine is not None:
+        if self.group.torch.is_alive and self._engine is not None:
             self._engine.close()
 
     @contextmanager
@@ -288,7 +285,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             return all_cross(needed, most_tokens)
         sent = needed.sum(dim=1).cpu()
         what = "plan, exchanging the numbers of tokens that cross"
-        counts = self.group.gather(sent, what, self.timeout_s)
+        counts = self.group.hosts.gather(sent, what, self.timeout_s)
         rank = self.group.rank
         rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
         return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
@@ -315,12 +312,12 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             self._engine.num_nodes = self.nodes.count
         return self._engine
 
-    def _note_shortage(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
+    def _record_overflow(self, topk_idx: torch.Tensor, most_tokens: int) -> None:
         """Record how many rows each rank needs, for `on_overflow="raise"`.  Collective."""
-        if self._shortage is None:
+        if self._overflow_report is None:
             return
         limit = self.rows_limit(most_tokens, topk_idx.shape[1])
-        assert limit is not None  # or there would be no shortage
+        assert limit is not None  # or nothing would be recorded
         # An extra entry counts assignments that are not routed.
         assignments = (
             torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
@@ -333,7 +330,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         sent = counts[:-1].expand(self.group.size, -1)
         exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
-        self._shortage.record(needed, limit)
+        self._overflow_report.record(needed, limit)
 
     def _pieces(self, plan: HierarchicalPlan, rows: torch.Tensor) -> list[Piece]:
         """The chunks in which rows cross; the same on all ranks."""
@@ -352,4 +349,4 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _end_call(self, phase: str) -> None:
         """End of every call: let `check` wait for transfers that no host has waited for."""
         if not self._waits:
-            self._grid.unwaited.record(f"{phase} between nodes", self.timeout_s)
+            self._grid.pending_transfers.record(f"{phase} between nodes", self.timeout_s)

@@ -83,14 +83,6 @@ def start(
     """Start sending `messages` over this rank's rail.  Does not wait.
 
     Collective over the whole group, in one all-to-all that sends nothing off the rail.
-
-    Args:
-        group: the ranks.
-        nodes: their grid.
-        messages: by node, this rank's own one included.
-        sizes: numbers of messages to each node, and from each.
-        what: names the call in errors.
-        timeout_s: seconds to wait for the other ranks.
     """
     rail = nodes.rail_of(group.rank)
     splits = []

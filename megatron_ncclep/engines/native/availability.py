@@ -18,8 +18,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native.network import network_problem
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 from megatron_ncclep.libraries import extension, search
-from megatron_ncclep.ranks import place
-from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -48,7 +47,7 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
     what = "open, looking for what keeps the engine 'native' from running"
     timeout_s = group.deadline_s(config)
     ranks_per_gpu = group.ranks_per_gpu(timeout_s)
-    problem, mine = on_all_ranks(group, what, look, timeout_s)
+    problem, mine = group.hosts.on_all_ranks(what, look, timeout_s)
     places = _exchange(group, mine, timeout_s)
     if any(each.gpu == "" for each in places):
         return problem
@@ -111,22 +110,15 @@ def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
 
 def default_num_sms(group: EpGroup, ranks_per_gpu: int) -> int:
     """The number of SMs that the kernels of one rank use unless `num_sms` is set."""
-    wanted = max(DEFAULT_NUM_SMS, extension.load().native_min_sms(group.size))
+    requested = max(DEFAULT_NUM_SMS, extension.load().native_min_sms(group.size))
     if ranks_per_gpu == 1:
-        return wanted
+        return requested
     gpu = torch.cuda.get_device_properties(group.device)
-    return min(wanted, most_sms(gpu.multi_processor_count, ranks_per_gpu))
+    return min(requested, most_sms(gpu.multi_processor_count, ranks_per_gpu))
 
 
 def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:
-    """Say what is wrong with the number of SMs, if anything is.
-
-    Args:
-        num_ranks: of the group.
-        num_sms: SMs for the kernels.
-        gpu: properties of the device, as torch gives them.
-        ranks_per_gpu: the most ranks that share one GPU.
-    """
+    """Say what is wrong with the number of SMs, if anything is."""
     least: int = extension.load().native_min_sms(num_ranks)
     most = most_sms(gpu.multi_processor_count, ranks_per_gpu)
     if num_sms < least:
@@ -171,10 +163,10 @@ def _own_place(device: torch.device) -> _Place:
     own = torch.cuda.get_device_properties(device)
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     return _Place(
-        host=place.host_name()[:64],
+        host=topology.host_name()[:64],
         gpu=str(own.uuid),
         name=own.name,
-        may_share=place.may_share_gpu(),
+        may_share=topology.may_share_gpu(),
         capability=torch.cuda.get_device_capability(device),
         unreachable=[
             str(torch.cuda.get_device_properties(other).uuid)
@@ -187,7 +179,7 @@ def _own_place(device: torch.device) -> _Place:
 def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
     """Return every rank's place, by rank.  Collective."""
     message = json.dumps(asdict(mine)).encode()
-    theirs = group.exchange_padded(
+    theirs = group.hosts.exchange_padded(
         message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
     )
     return [_Place(**json.loads(each)) for each in theirs]
@@ -202,7 +194,7 @@ def _group_problem(places: Sequence[_Place]) -> str | None:
             return (
                 f"ranks {rank_of[each.gpu]} and {rank} share one GPU ({each.name}, UUID "
                 f"{each.gpu}): give every rank its own, with torch.cuda.set_device(LOCAL_RANK) "
-                f"before the process group is made; {place.HOW_TO_SHARE} on every rank"
+                f"before the process group is made; {topology.HOW_TO_SHARE} on every rank"
             )
         rank_of[each.gpu] = rank
     models = [f"{p.name} (sm_{''.join(map(str, p.capability))})" for p in places]
@@ -239,7 +231,7 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
     most = native.MAX_LOCAL_RANKS if is_wide else native.NARROW_LOCAL_RANKS
     if communicator.lsa_size > most:
         return f"{communicator.lsa_size} ranks are in one NVLink domain: it takes at most {most}"
-    if (domains := group.size // communicator.lsa_size) > (most := native.MAX_DOMAINS):
+    if (domains := communicator.num_domains) > (most := native.MAX_DOMAINS):
         return f"the ranks are in {domains} NVLink domains: it takes at most {most}"
     if communicator.lsa_size == group.size:
         return None

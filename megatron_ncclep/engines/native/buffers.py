@@ -72,12 +72,6 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Allocate on the device of `topk_idx`, [num_tokens, top_k].
 
-        Args:
-            native: the group's `_C.GroupHandle`.
-            capacity: the plan's capacity.
-            topk_idx: the routing.
-            may_drop: whether rows may be dropped.
-
         Raises:
             torch.OutOfMemoryError: there is no memory.
         """
@@ -97,56 +91,42 @@ class PlanBuffers:
 
 
 @dataclass(eq=False, slots=True)
-class DispatchBuffers:
-    """Inputs of a dispatch as the kernels read them, and its results.
+class RowsBuffers:
+    """Inputs of a dispatch or combine as the kernels read them, and its results (`ncclepRows_t`).
 
     Attributes:
-        x, w: inputs, [num_tokens, hidden] and [num_tokens, top_k].
-        rows, row_w: results, [num_rows, hidden] and [num_rows].
+        tokens, topk_w: at the tokens' source rank, [num_tokens, hidden] and [num_tokens, top_k];
+            dispatch reads them and combine writes them.
+        rows, row_w: at the experts, [num_rows, hidden] and [num_rows]; the reverse.
+        sums: scratch of a combine, [num_sums, hidden]; None if num_sums is 0.
     """
 
-    x: torch.Tensor
-    w: torch.Tensor | None
+    tokens: torch.Tensor
+    topk_w: torch.Tensor | None
     rows: torch.Tensor
     row_w: torch.Tensor | None
+    sums: torch.Tensor | None = None
 
     @classmethod
-    def allocate(cls, plan: NativePlan, x: torch.Tensor, w: torch.Tensor | None) -> DispatchBuffers:
+    def of_dispatch(cls, plan: NativePlan, x: torch.Tensor, w: torch.Tensor | None) -> RowsBuffers:
         """Allocate for the arguments of dispatch; raises torch.OutOfMemoryError."""
         rows = x.new_empty(plan.num_rows, x.shape[1])
         if w is None:
             return cls(aligned(x), None, rows, None)
         return cls(aligned(x), w.contiguous(), rows, w.new_empty(plan.num_rows))
 
-
-@dataclass(eq=False, slots=True)
-class CombineBuffers:
-    """Inputs of a combine as the kernels read them, its results, and scratch.
-
-    Attributes:
-        y, w: inputs, [num_rows, hidden] and [num_rows].
-        out, topk_w: results, [num_tokens, hidden] and [num_tokens, top_k].
-        sums: scratch, [num_sums, hidden]; None if num_sums is 0.
-    """
-
-    y: torch.Tensor
-    w: torch.Tensor | None
-    out: torch.Tensor
-    topk_w: torch.Tensor | None
-    sums: torch.Tensor | None
-
     @classmethod
-    def allocate(
+    def of_combine(
         cls, plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None, num_sums: int
-    ) -> CombineBuffers:
+    ) -> RowsBuffers:
         """Allocate for the arguments of combine; raises torch.OutOfMemoryError."""
         hidden = y.shape[1]
-        out = y.new_empty(plan.num_tokens, hidden)
+        tokens = y.new_empty(plan.num_tokens, hidden)
         sums = y.new_empty(num_sums, hidden) if num_sums else None
         if w is None:
-            return cls(aligned(y), None, out, None, sums)
+            return cls(tokens, None, aligned(y), None, sums)
         topk_w = w.new_empty(plan.num_tokens, plan.top_k)
-        return cls(aligned(y), w.contiguous(), out, topk_w, sums)
+        return cls(tokens, topk_w, aligned(y), w.contiguous(), sums)
 
 
 def aligned(rows: torch.Tensor) -> torch.Tensor:

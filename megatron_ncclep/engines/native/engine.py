@@ -12,6 +12,7 @@ import logging
 import torch
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
     COMMON_OPTIONS,
     NODE_SUMS_ROUNDED,
@@ -21,9 +22,9 @@ from megatron_ncclep.engines.engine import (
 )
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native.availability import default_num_sms
-from megatron_ncclep.engines.native.buffers import CombineBuffers, DispatchBuffers, try_allocate
+from megatron_ncclep.engines.native.buffers import RowsBuffers, try_allocate
 from megatron_ncclep.engines.native.group import NativeGroup
-from megatron_ncclep.engines.native.host_protocol import HostProtocol, row_bytes_of
+from megatron_ncclep.engines.native.host_protocol import HostProtocol, RowsCall, row_bytes_of
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
 from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.libraries import extension
@@ -46,7 +47,7 @@ CAPS = EngineCaps(
 CAPS_OVER_DOMAINS = dataclasses.replace(CAPS, reduction=NODE_SUMS_ROUNDED)
 
 
-class NativeEngine(HostProtocol):
+class NativeEngine(EngineBase[NativePlan]):
     """See `Engine`.
 
     In static mode no call waits for the device or for another host, so that all of them can be
@@ -63,29 +64,32 @@ class NativeEngine(HostProtocol):
     """
 
     caps = CAPS  # of an engine within one NVLink domain
+    plan_type = NativePlan
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; makes the group's communicator, if need be."""
         ranks_per_gpu = group.ranks_per_gpu(group.deadline_s(config))
         self.num_sms = config.num_sms or default_num_sms(group, ranks_per_gpu)
-        if ranks_per_gpu > 1 and group.rank == 0:
+        if ranks_per_gpu > 1:
             text = f"up to {ranks_per_gpu} ranks share a GPU: a test, whose timings mean nothing"
-            group.log_once(logging.WARNING, text, text)
+            group.announce(text, logging.WARNING)
         self._name = f"native {num_experts}"
-        shared = group.share(
+        shared = group.resources.share(
             self._name, lambda: NativeGroup(group, num_experts, group.deadline_s(config))
         )
         self._described: set[tuple[int, int]] = set()
         self.nodes = shared.domains
         if self.nodes.count > 1:
             self.caps = CAPS_OVER_DOMAINS
-            if group.rank == 0:
-                domains, ranks = self.nodes.count, self.nodes.ranks_on_each
-                text = f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
-                group.log_once(logging.INFO, text, text)
+            domains, ranks = self.nodes.count, self.nodes.ranks_on_each
+            group.announce(
+                f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
+            )
         if self.nodes.ranks_on_each > extension.load().NARROW_LOCAL_RANKS:
             self.caps = dataclasses.replace(self.caps, low_latency_tokens=0)
-        super().__init__(group, num_experts, config, shared)
+        super().__init__(group, num_experts, config)
+        self._shared, self._native = shared, shared.native
+        self._protocol = HostProtocol(self, shared)
 
     def plan(self, topk_idx: torch.Tensor) -> NativePlan:
         """See `Engine.plan`.
@@ -96,29 +100,29 @@ class NativeEngine(HostProtocol):
         counts as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on
         all ranks.
         """
-        call = self._begin_plan(topk_idx)
+        call = self._protocol.begin_plan(topk_idx)
         capacity, buffers = call.capacity, call.buffers
         stream = self.streams.keep(topk_idx)
         # Everything is queued before the host knows how much arrives; it is rarely more than
         # expected.
-        handle = self._shared.queue(
-            "plan",
-            self._native.plan,
-            topk_idx=topk_idx.contiguous(),
-            most_tokens=capacity.most_tokens,
-            number=call.number,
-            alignment=self.config.block_alignment,
-            max_recv_rows=capacity.limit or 0,
-            counts=buffers.counts,
-            token_routes=buffers.token_routes,
-            routes=buffers.routes,
-            max_pairs=capacity.max_pairs,
-            max_assignments=capacity.max_assignments,
-            kept=buffers.kept,
-            lacked=None if self._shortage is None else self._shortage.for_kernel(),
-            num_sms=self.num_sms,
-            stream=stream,
-        )
+        report = self._overflow_report
+        with self._shared.refusing("plan"):
+            handle = self._native.plan(
+                topk_idx=topk_idx.contiguous(),
+                most_tokens=capacity.most_tokens,
+                number=call.number,
+                alignment=self.config.block_alignment,
+                max_recv_rows=capacity.limit or 0,
+                counts=buffers.counts,
+                token_routes=buffers.token_routes,
+                routes=buffers.routes,
+                max_pairs=capacity.max_pairs,
+                max_assignments=capacity.max_assignments,
+                kept=buffers.kept,
+                lacked=None if report is None else report.for_kernel(),
+                num_sms=self.num_sms,
+                stream=stream,
+            )
         # The plan object is made while the device works; in exact mode the sizes follow.
         num_tokens, top_k = topk_idx.shape
         rows_on_host = None
@@ -139,21 +143,23 @@ class NativeEngine(HostProtocol):
             shared=self._shared,
             rows_on_host=rows_on_host,
         )
-        if capacity.limit is None:
-            self._wait_for_sizes(plan, topk_idx)
+        if rows_on_host is not None:
+            self._wait_for_sizes(plan, rows_on_host, topk_idx)
         return plan
 
-    def _wait_for_sizes(self, plan: NativePlan, topk_idx: torch.Tensor) -> None:
+    def _wait_for_sizes(
+        self, plan: NativePlan, rows_on_host: torch.Tensor, topk_idx: torch.Tensor
+    ) -> None:
         """Complete an exact plan; receive its routes again where they had no room."""
         native = self._native
         sizes = native.wait_for_sizes(
-            plan=plan.handle, rows_of_expert=plan.rows_on_host, stream=plan.stream
+            plan=plan.handle, rows_of_expert=rows_on_host, stream=plan.stream
         )
         if sizes is None:
             self._shared.raise_failure()
         assert sizes is not None  # otherwise the device has reported a failure, which was raised
         if sizes.first_bad_rank >= 0:
-            self._raise_bad_routing(topk_idx)
+            self._protocol.raise_bad_routing(topk_idx)
         plan.num_rows = sizes.num_rows
         if not sizes.has_room:
             needed = (sizes.num_pairs, sizes.num_assignments)
@@ -162,86 +168,64 @@ class NativeEngine(HostProtocol):
             if memory.problem is not None:  # the other ranks have moved on
                 self._shared.refuse("plan", memory.problem)
             plan.routes = memory.buffers
-            self._shared.queue(
-                "plan",
-                native.plan_receive,
-                plan=plan.handle,
-                routes=plan.routes,
-                max_pairs=sizes.num_pairs,
-                max_assignments=sizes.num_assignments,
-                num_sms=self.num_sms,
-                stream=plan.stream,
-            )
-        self._note_load(plan, sizes.num_assignments)
+            with self._shared.refusing("plan"):
+                native.plan_receive(
+                    plan=plan.handle,
+                    routes=plan.routes,
+                    max_pairs=sizes.num_pairs,
+                    max_assignments=sizes.num_assignments,
+                    num_sms=self.num_sms,
+                    stream=plan.stream,
+                )
+        self._protocol.record_load(plan, sizes.num_assignments)
 
     def dispatch(
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        call = self._begin_rows("dispatch", plan, x, w, DispatchBuffers.allocate)
-        self._describe(call.row_bytes, call.plan.top_k)
-        buffers = call.buffers
-        self._shared.queue(
-            "dispatch",
-            self._native.dispatch,
-            plan=call.plan.handle,
-            x=buffers.x,
-            w=buffers.w,
-            rows=buffers.rows,
-            row_w=buffers.row_w,
-            num_sms=self.num_sms,
-            stream=call.stream,
-        )
-        return buffers.rows, buffers.row_w
+        call = self._protocol.begin_rows("dispatch", plan, x, w, RowsBuffers.of_dispatch)
+        self._describe(call)
+        with self._shared.refusing("dispatch"):
+            self._native.dispatch(**call.arguments(self.num_sms))
+        return call.buffers.rows, call.buffers.row_w
 
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
-        call = self._begin_rows("combine", plan, y, w, self._combine_buffers)
-        self._describe(call.row_bytes, call.plan.top_k)
-        buffers = call.buffers
-        self._shared.queue(
-            "combine",
-            self._native.combine,
-            plan=call.plan.handle,
-            y=buffers.y,
-            w=buffers.w,
-            sums=buffers.sums,
-            out=buffers.out,
-            topk_w=buffers.topk_w,
-            num_sms=self.num_sms,
-            stream=call.stream,
-        )
-        return buffers.out, buffers.topk_w
+        call = self._protocol.begin_rows("combine", plan, y, w, self._combine_buffers)
+        self._describe(call)
+        with self._shared.refusing("combine"):
+            self._native.combine(**call.arguments(self.num_sms))
+        return call.buffers.tokens, call.buffers.topk_w
 
     def _combine_buffers(
         self, plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None
-    ) -> CombineBuffers:
+    ) -> RowsBuffers:
         num_sums = self._native.sums_size(plan.handle, self.num_sms, row_bytes_of(y))
-        return CombineBuffers.allocate(plan, y, w, num_sums)
+        return RowsBuffers.of_combine(plan, y, w, num_sums)
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
-        self._require_open()
+        self.require_open()
         return NativeLowLatency(self._shared, self.streams, self.num_experts, self.config, sizes)
 
     def _release(self) -> None:
         """Release the windows, which the group's last engine frees."""
-        self.group.release(self._name, self.timeout_s)
+        self.group.resources.release(self._name, self.timeout_s)
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
         num_bytes: int = self._native.num_bytes
         return num_bytes
 
-    def _describe(self, row_bytes: int, top_k: int) -> None:
+    def _describe(self, call: RowsCall) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
-        if self.group.rank != 0 or (kind := (row_bytes, top_k)) in self._described:
+        kind = (call.row_bytes, call.plan.top_k)
+        if self.group.rank != 0 or kind in self._described:
             return
         self._described.add(kind)
-        text = configuration(self.num_sms, self.group.size, *kind)
-        self.group.log_once(logging.DEBUG, text, text)
+        self.group.announce(configuration(self.num_sms, self.group.size, *kind), logging.DEBUG)
 
 
 def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:

@@ -9,30 +9,33 @@ no host has checked; the group remains usable after those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from megatron_ncclep.errors import EpError, InputError, LibraryError, PeerError, RefusedError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks.agreement import on_all_ranks
+from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import difference, different_calls
 from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
-_Result = TypeVar("_Result")
+MIB = 2**20
+# Windows are made for a multiple of this many tokens, or of a larger step for large batches.
+MIN_TOKENS = 128
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
 # After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
 # more static plans.
 EVEN_PLANS = 100
 # The deadline of a rank that closes its windows alone, in seconds.
-ALONE_S = 1e-3
+ALONE_TIMEOUT_S = 1e-3
 # Values besides the phase that must be equal on all ranks, in the order in which differences are
 # reported.
 VALUES = (
@@ -41,7 +44,7 @@ VALUES = (
 )
 
 
-class NativeGroup:
+class NativeGroup(Resource):
     """The extension's group for one number of experts, shared by the layers with that number.
 
     Attributes:
@@ -66,9 +69,8 @@ class NativeGroup:
         self._refusal: str | None = None  # this rank's own
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
-        self.domains = Nodes(group.size // communicator.lsa_size, communicator.lsa_size)
-        self.native: _C.GroupHandle = on_all_ranks(
-            group,
+        self.domains = Nodes(communicator.num_domains, communicator.lsa_size)
+        self.native: _C.GroupHandle = group.hosts.on_all_ranks(
             "making the native engine",
             lambda: self.module.GroupHandle(communicator, num_experts, timeout_s),
             timeout_s,
@@ -118,52 +120,45 @@ class NativeGroup:
         and their next call raises the same InputError, as do all later calls on every rank.  A
         single-rank group continues as if the call had not been made.
 
-        Args:
-            phase: "plan", "dispatch" or "combine".
-            problem: what is wrong.
-
         Raises:
             InputError: always; where there are other ranks, a RefusedError.
         """
         refusal = f"{phase}: rank {self.group.rank}: {problem}"
         if self.group.size > 1:
             self._refusal = refusal
-            self.group.refuse(refusal)
+            self.group.hosts.refuse(refusal)
             # A graph would tell the others at each replay instead of now.
             if not torch.cuda.is_current_stream_capturing():
                 self.native.refuse(phase, extension.current_stream())
             raise RefusedError(refusal)
         raise InputError(refusal)
 
-    def queue(self, phase: str, step: Callable[..., _Result], **arguments: Any) -> _Result:
-        """Call `step`, which queues kernels; if it fails, the other ranks hear why.
+    def refusing(self, phase: str) -> Refusing:
+        """Queue kernels inside this context; if that fails, the other ranks hear why.
 
         Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
         wait for it until their deadline.
-
-        Args:
-            phase: as in `refuse`.
-            step: of the extension, with these arguments.
 
         Raises:
             LibraryError: it failed, and there are no other ranks.
             RefusedError: it failed, and all ranks raise this.
         """
+        return Refusing(self, phase)
+
+    def refuse_after(self, phase: str, error: LibraryError) -> None:
+        """Refuse a call whose launch has failed; returns where there are no other ranks."""
+        if self.group.size == 1:
+            return
         try:
-            return step(**arguments)
-        except LibraryError as error:
-            if self.group.size == 1:
-                raise
-            try:
-                self.refuse(phase, str(error))
-            except LibraryError:  # the device takes nothing more; their late waits end with this
-                raise RefusedError(str(self._refusal)) from error
+            self.refuse(phase, str(error))
+        except LibraryError:  # the device takes nothing more; their late waits end with this
+            raise RefusedError(str(self._refusal)) from error
 
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure on the device."""
         me, peer, phase = self.group.rank, failure.peer, failure.phase
         # It may have refused during a capture, when it could not signal through the device.
-        if refusal := self.group.refusal(peer):
+        if refusal := self.group.hosts.link.refusal(peer):
             return RefusedError(refusal)
         if failure.reason == "refused":
             return RefusedError(f"{phase}: rank {peer} has refused a call: look at its output")
@@ -187,11 +182,43 @@ class NativeGroup:
         if peer == me:
             who = "parts of its own kernel"
             why = "other work, such as kernels of another group, keeps them from the GPU's SMs"
-        lost = self.group.lost(0) or why
+        lost = self.group.hosts.link.lost(0) or why
         return PeerError(
             f"rank {me} of {self.group.size}: {who} did not come in {phase}, operation "
             f"{failure.operation} of {whose} (deadline {failure.deadline_s:g} s): {lost}; look at "
             "the other ranks' output. What this group has returned since is NaN"
+        )
+
+    def reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
+        """Make sure that windows are large enough; log on rank 0 how they have grown.
+
+        Collective when they grow, with the same arguments: the most tokens of a rank, assignments
+        of a token, bytes of a row.  Waits for the device then, until the deadline of the last
+        `begin`.  `csrc/native/host/group.cpp` makes them, on all ranks or on none, and has the
+        ranks verify that they reach each other's (`csrc/native/host/window_check.h`).
+
+        Raises:
+            InputError: on every rank, when they must grow and a CUDA graph uses them.
+            LibraryError: on every rank, when one has no memory, when NCCL makes no window, or when
+                a rank does not reach another's memory.  No windows are left then.
+            PeerError: a rank did not come in time.
+        """
+        held = self.native.num_bytes
+        growth = self.native.reserve(
+            num_tokens=tokens_of_windows(num_tokens),
+            top_k=top_k,
+            row_bytes=row_bytes,
+            stream=extension.current_stream(),
+            all_gather=self.group.hosts.exchange,
+        )
+        if growth is None or self.group.rank != 0:
+            return
+        holds = self.native.num_bytes
+        # The first plan precedes the first row: its windows are made without knowing row lengths.
+        get_logger().log(
+            logging.INFO if holds >= MIB else logging.DEBUG,
+            "native: windows grew from %.1f to %.1f MiB on each of %d ranks (%s)",
+            *(held / MIB, holds / MIB, self.group.size, growth),
         )
 
     def note_batches(self, num_tokens: list[int]) -> None:
@@ -236,7 +263,7 @@ class NativeGroup:
         mine = torch.zeros(self.group.size, dtype=torch.int64)
         mine[self.native.bad_ranks(forget=False)] = 1
         what = "plan, exchanging whose routing was bad"
-        bad = self.group.gather(mine, what, timeout_s).sum(dim=0).nonzero().flatten().tolist()
+        bad = self.group.hosts.gather(mine, what, timeout_s).sum(dim=0).nonzero().flatten().tolist()
         if not bad:
             return
         if not is_captured:
@@ -286,7 +313,7 @@ class NativeGroup:
     def close(self) -> None:
         """Free the windows.  Collective."""
         if self._refusal is not None:  # so that a new engine can start
-            self.group.forget_refusal()
+            self.group.hosts.forget_refusal()
         self.native.close()
 
     def abort(self) -> None:
@@ -296,7 +323,23 @@ class NativeGroup:
 
     def leave(self) -> None:
         """Make closing wait for no other rank, which several NVLink domains' ranks otherwise do."""
-        self.native.begin(ALONE_S, 0, 0, 0)
+        self.native.begin(ALONE_TIMEOUT_S, 0, 0, 0)
+
+
+class Refusing:
+    """See `NativeGroup.refusing`; a generator would take several times as long in every call."""
+
+    __slots__ = ("_phase", "_shared")
+
+    def __init__(self, shared: NativeGroup, phase: str) -> None:
+        self._shared, self._phase = shared, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, LibraryError):
+            self._shared.refuse_after(self._phase, error)
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:
@@ -309,3 +352,13 @@ def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:
     name = next((n for n in VALUES if first.get(n) != second.get(n)), "a call")
     each = ", ".join(f"rank {rank} has {values.get(name)}" for rank, values in calls.items())
     return InputError(difference(phase, name, each))
+
+
+def tokens_of_windows(num_tokens: int) -> int:
+    """The number of tokens to make windows for when a batch has `num_tokens`.
+
+    At most an eighth more, or `MIN_TOKENS` more, so that slightly growing batches do not replace
+    the windows each time.  Example: 5000 tokens get windows for 5120.
+    """
+    step = max(MIN_TOKENS, (1 << num_tokens.bit_length()) // 16)
+    return max(1, -(-num_tokens // step)) * step

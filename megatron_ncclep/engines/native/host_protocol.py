@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.native import windows
-from megatron_ncclep.engines.native.buffers import Allocation, PlanBuffers, try_allocate
+from megatron_ncclep.engines.native.buffers import (
+    Allocation,
+    PlanBuffers,
+    RowsBuffers,
+    try_allocate,
+)
 from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup
 from megatron_ncclep.engines.native.plan import (
     HEADROOM,
@@ -28,10 +31,8 @@ from megatron_ncclep.engines.native.plan import (
 )
 from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
-from megatron_ncclep.ranks.group import EpGroup
 
 _Result = TypeVar("_Result")
-_Buffers = TypeVar("_Buffers")
 # The sizes of a call with a problem: any windows are large enough for it.
 NO_SHAPE = (0, 0, 0)
 
@@ -52,7 +53,7 @@ class PlanCall:
 
 
 @dataclass(eq=False, slots=True)
-class RowsCall(Generic[_Buffers]):
+class RowsCall:
     """A dispatch or combine that can be queued.
 
     Attributes:
@@ -63,24 +64,33 @@ class RowsCall(Generic[_Buffers]):
     """
 
     plan: NativePlan
-    buffers: _Buffers
+    buffers: RowsBuffers
     row_bytes: int
     stream: int
 
+    def arguments(self, num_sms: int) -> dict[str, Any]:
+        """Those of `_C.GroupHandle.dispatch` and `combine`."""
+        moved = self.buffers
+        return {
+            "plan": self.plan.handle,
+            "tokens": moved.tokens,
+            "topk_w": moved.topk_w,
+            "rows": moved.rows,
+            "row_w": moved.row_w,
+            "sums": moved.sums,
+            "num_sms": num_sms,
+            "stream": self.stream,
+        }
 
-class HostProtocol(EngineBase[NativePlan]):
-    """The parts of the native engine in which hosts may meet: what precedes each kernel."""
 
-    plan_type = NativePlan
+class HostProtocol:
+    """What precedes each kernel of one engine, where hosts may meet."""
 
-    def __init__(
-        self, group: EpGroup, num_experts: int, config: EpConfig, shared: NativeGroup
-    ) -> None:
+    def __init__(self, engine: EngineBase[NativePlan], shared: NativeGroup) -> None:
         """Not collective."""
-        super().__init__(group, num_experts, config)
+        self._engine, self._config, self._hosts = engine, engine.config, engine.group.hosts
         self._shared, self._native = shared, shared.native
-        self._is_static = config.max_recv_rows is not None
-        self._may_drop = can_drop(config)
+        self._is_static = engine.config.max_recv_rows is not None
         self._row_bytes = 16  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
         # Assignments that the next plan has room for, as a multiple of a balanced load.
@@ -88,16 +98,16 @@ class HostProtocol(EngineBase[NativePlan]):
 
     # --- plans -----------------------------------------------------------------------------------
 
-    def _begin_plan(self, topk_idx: torch.Tensor) -> PlanCall:
+    def begin_plan(self, topk_idx: torch.Tensor) -> PlanCall:
         """Check the arguments of plan; provide memory and windows for it."""
-        self._require_open()
-        problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
+        self._engine.require_open()
+        problem = checks.topk_shape_problem(topk_idx, self._engine.group.device, self._engine.caps)
         shape = NO_SHAPE if problem else (*topk_idx.shape, self._row_bytes)
-        fits = self._shared.begin(self.timeout_s, *shape)
+        fits = self._shared.begin(self._engine.timeout_s, *shape)
         is_known = (
             fits
             and self._is_static
-            and not self.config.check_calls
+            and not self._config.check_calls
             # Where batch sizes vary, this one may be the first that is too large for the windows;
             # while a graph is captured they cannot grow, and hosts need not meet.
             and (self._shared.plans_to_meet == 0 or torch.cuda.is_current_stream_capturing())
@@ -108,12 +118,12 @@ class HostProtocol(EngineBase[NativePlan]):
 
     def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> PlanCall:
         """A static plan whose shape the other ranks need not know."""
-        problem = problem or self._shared.bad_routings(forget=self.group.size == 1)
+        problem = problem or self._shared.bad_routings(forget=self._engine.group.size == 1)
         if problem is None:
             capacity = self._capacity(self._native.max_tokens, topk_idx)
             memory = self._plan_memory(capacity, topk_idx)
             if memory.problem is None:
-                return PlanCall(self.group.enter(), capacity, memory.buffers)
+                return PlanCall(self._hosts.enter(), capacity, memory.buffers)
             problem = memory.problem
         self._shared.refuse("plan", problem)
 
@@ -131,12 +141,12 @@ class HostProtocol(EngineBase[NativePlan]):
         capacity = self._capacity(expected, topk_idx)
         memory = self._plan_memory(capacity, topk_idx)
         try:
-            agreement = self.agree_on_routes(topk_idx, memory.problem)
+            agreement = self._engine.agree_on_routes(topk_idx, memory.problem)
             most_tokens = max(agreement.gathered)
             if self._is_static:  # for exact plans hosts agree anyway
                 self._shared.note_batches(agreement.gathered)
             if not fits or most_tokens > topk_idx.shape[0]:
-                self._reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
+                self._shared.reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
             if most_tokens != expected:
@@ -144,8 +154,7 @@ class HostProtocol(EngineBase[NativePlan]):
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 if most_tokens > expected:
                     memory = self._plan_memory(capacity, topk_idx)
-                if problems := self.group.gather_problems(memory.problem, "plan", self.timeout_s):
-                    raise InputError(f"plan: {problems}")
+                self._raise_any(memory.problem)
         except InputError as error:
             self._add_bad_routings(error)
             raise
@@ -160,16 +169,16 @@ class HostProtocol(EngineBase[NativePlan]):
     def _raise_with_all(self, topk_idx: torch.Tensor, problem: str) -> NoReturn:
         """Raise a problem of this rank with a plan on all ranks.  Collective."""
         try:
-            self.agree_on_routes(topk_idx, problem)
+            self._engine.agree_on_routes(topk_idx, problem)
         except InputError as error:
             self._add_bad_routings(error)
             raise
-        raise InputError(f"plan: rank {self.group.rank}: {problem}")
+        raise InputError(f"plan: rank {self._engine.group.rank}: {problem}")
 
     def _add_bad_routings(self, error: InputError) -> None:
         """Raise `error` with the bad routings of earlier plans, if there are any.  Collective."""
         if not isinstance(error, RefusedError):  # the ranks cannot meet after a refusal
-            self._shared.raise_bad_routings(error, self.timeout_s)
+            self._shared.raise_bad_routings(error, self._engine.timeout_s)
 
     def _agreed_plan_problem(self) -> str | None:
         """Say what else is wrong with a plan on which the hosts agree, if anything."""
@@ -182,30 +191,34 @@ class HostProtocol(EngineBase[NativePlan]):
             )
         return None
 
-    def _raise_bad_routing(self, topk_idx: torch.Tensor) -> NoReturn:
+    def raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
         """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
-        problem = checks.topk_value_problem(topk_idx, self.num_experts)
-        raise InputError(f"plan: {self.group.gather_problems(problem, 'plan', self.timeout_s)}")
+        self._raise_any(checks.topk_value_problem(topk_idx, self._engine.num_experts))
+
+    def _raise_any(self, problem: str | None) -> None:
+        """Raise the problems that ranks have with a plan, on all of them.  Collective."""
+        if problems := self._hosts.gather_problems(problem, "plan", self._engine.timeout_s):
+            raise InputError(f"plan: {problems}")
 
     def _plan_memory(
         self, capacity: PlanCapacity, topk_idx: torch.Tensor
     ) -> Allocation[PlanBuffers]:
-        arguments = (self._native, capacity, topk_idx, self._may_drop)
+        arguments = (self._native, capacity, topk_idx, can_drop(self._config))
         return try_allocate("a plan", PlanBuffers.allocate, *arguments)
 
     def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
         """The capacity of a plan; in static mode for any routing."""
-        (num_tokens, top_k), num_local = topk_idx.shape, self.num_local_experts
+        (num_tokens, top_k), num_local = topk_idx.shape, self._engine.num_local_experts
         # In static mode the kernels compare it between ranks.
-        limit = self.rows_limit(num_tokens, top_k)
-        most_pairs = self.group.size * most_tokens
+        limit = self._engine.rows_limit(num_tokens, top_k)
+        most_pairs = self._engine.group.size * most_tokens
         most_assignments = most_pairs * min(top_k, num_local)
         expected = int(self._capacity_factor * most_tokens * top_k) if limit is None else limit
         max_assignments = min(most_assignments, expected)
         max_pairs = min(most_pairs, max_assignments)
         return PlanCapacity(num_local, most_tokens, max_pairs, max_assignments, limit)
 
-    def _note_load(self, plan: NativePlan, num_assignments: int) -> None:
+    def record_load(self, plan: NativePlan, num_assignments: int) -> None:
         """Size the next plan's memory by what this one has received."""
         balanced = plan.most_tokens * plan.top_k
         self._capacity_factor = next_capacity_factor(
@@ -214,45 +227,42 @@ class HostProtocol(EngineBase[NativePlan]):
 
     # --- rows ------------------------------------------------------------------------------------
 
-    def _begin_rows(
+    def begin_rows(
         self,
         phase: str,
         plan: RoutePlan,
         rows: torch.Tensor,
         w: torch.Tensor | None,
-        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], _Buffers],
-    ) -> RowsCall[_Buffers]:
+        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], RowsBuffers],
+    ) -> RowsCall:
         """Check the arguments of dispatch or combine; provide memory and windows for it.
 
         The device compares them with those of the other ranks.  With `check_calls` the hosts do,
         and nothing is queued unless they agree.
-
-        Args:
-            phase: "dispatch" or "combine".
-            plan, rows, w: the call's arguments.
-            allocate: makes its memory, from the same arguments.
         """
-        self._require_open()
-        problem = self.rows_problem(phase, plan, rows, w)
+        self._engine.require_open()
+        problem = self._engine.rows_problem(phase, plan, rows, w)
         known: Any = plan  # a NativePlan, unless there is a problem
         shape = NO_SHAPE if problem else (known.most_tokens, known.top_k, row_bytes_of(rows))
-        fits = self._shared.begin(self.timeout_s, *shape)
+        fits = self._shared.begin(self._engine.timeout_s, *shape)
         if problem is None:
             memory = try_allocate(f"the results of {phase}", allocate, known, rows, w)
         else:
             memory = Allocation(problem)
-        if self.config.check_calls or not fits:
-            self._together(phase, lambda: self.agree_on_rows(phase, plan, rows, w, memory.problem))
-            self._reserve(*shape)
+        if self._config.check_calls or not fits:
+            self._together(
+                phase, lambda: self._engine.agree_on_rows(phase, plan, rows, w, memory.problem)
+            )
+            self._shared.reserve(*shape)
         elif memory.problem is not None:
             self._shared.refuse(phase, memory.problem)
         else:
-            self.group.enter()
+            self._hosts.enter()
         row_bytes = shape[-1]
         self._row_bytes = max(self._row_bytes, row_bytes)
-        stream = self.streams.keep(rows, w)
+        stream = self._engine.streams.keep(rows, w)
         if stream != known.stream:
-            self.streams.keep(*known.tensors())
+            self._engine.streams.keep(*known.tensors())
         return RowsCall(known, memory.buffers, row_bytes, stream)
 
     # --- both ------------------------------------------------------------------------------------
@@ -266,8 +276,8 @@ class HostProtocol(EngineBase[NativePlan]):
         try:
             return agree()
         except PeerError:
-            rank = self.group.rank_ahead()
-            always = self.config.check_calls or (phase == "plan" and not self._is_static)
+            rank = self._hosts.link.rank_ahead()
+            always = self._config.check_calls or (phase == "plan" and not self._is_static)
             if rank is None or always:  # it is in a different call, or gone
                 raise
             self._shared.refuse(
@@ -277,10 +287,6 @@ class HostProtocol(EngineBase[NativePlan]):
                 "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
                 "the largest batch first, or set check_calls",
             )
-
-    def _reserve(self, num_tokens: int, top_k: int, row_bytes: int) -> None:
-        """Make sure that all ranks' windows are large enough.  Collective when they grow."""
-        windows.reserve(self.group, self._native, num_tokens, top_k, row_bytes)
 
 
 def row_bytes_of(rows: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ which the other ranks write: nothing is copied, and its addresses never change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,12 +20,13 @@ from megatron_ncclep.engines.native.group import NativeGroup
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import groups_with_low_latency
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
 _Result = TypeVar("_Result")
-_Arguments = dict[str, torch.Tensor | None]
+_Arguments = dict[str, Any]  # tensors, or None
 
 # A kernel has as many CTAs as leave several warps of each with a 1 KiB piece of a row.
 DEFAULT_MOST_CTAS = 120
@@ -34,7 +35,7 @@ LEAST_CTAS, PIECE_BYTES, PIECES_PER_CTA = 8, 1024, 4
 LEAST_SHARE = 8
 
 
-class NativeLowLatency:
+class NativeLowLatency(Resource):
     """See `LowLatencyCalls`.
 
     A multi-rank group is unusable after an error, as after one of the engine's own calls.
@@ -70,10 +71,10 @@ class NativeLowLatency:
                 payload=str(_carried(sizes.payload)),
                 dtype=str(sizes.dtype),
                 num_scales=sizes.num_scales,
-                all_gather=group.exchange,
+                all_gather=group.hosts.exchange,
             )
         except Exception:
-            group.release("communicator", timeout_s)
+            group.resources.release("communicator", timeout_s)
             raise
         # Every CTA of a combine waits for all ranks, and a rank's word comes after all of its CTAs
         # have sent: all must get an SM.  As long as NCCL's SMs are left free, an ordinary launch
@@ -107,7 +108,7 @@ class NativeLowLatency:
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
         if sends:
-            self._group.enter()
+            self._group.hosts.enter()
 
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
         """None: the device checks the values."""
@@ -128,27 +129,23 @@ class NativeLowLatency:
             }
 
         arguments = self._allocated("dispatch", allocate)
-        self._shared.queue(
-            "low-latency dispatch",
-            self._native.dispatch,
-            **arguments,
-            counts=self._counts,
-            completes=completes,
-            num_ctas=self._num_ctas(self._tokens_of_dispatch(), x.element_size()),
-            stream=stream,
-        )
+        num_ctas = self._num_ctas(self._tokens_of_dispatch(), x.element_size())
+        with self._shared.refusing("low-latency dispatch"):
+            self._native.dispatch(
+                **arguments,
+                counts=self._counts,
+                completes=completes,
+                num_ctas=num_ctas,
+                stream=stream,
+            )
         self._arguments = {} if completes else arguments
         return self._received
 
     def complete_dispatch(self) -> LowLatencyRows:
         """See `LowLatencyCalls.complete_dispatch`."""
         stream = self._streams.keep(*self._arguments.values())
-        self._shared.queue(
-            "low-latency dispatch",
-            self._native.complete_dispatch,
-            counts=self._counts,
-            stream=stream,
-        )
+        with self._shared.refusing("low-latency dispatch"):
+            self._native.complete_dispatch(counts=self._counts, stream=stream)
         self._arguments = {}
         return self._received
 
@@ -159,7 +156,7 @@ class NativeLowLatency:
         stream = self._streams.keep(y, rows_of)
 
         out = self._allocated("combine", lambda: y.new_empty(self._num_tokens, self._sizes.hidden))
-        arguments = self._allocated(
+        arguments: _Arguments = self._allocated(
             "combine",
             lambda: {
                 "y": aligned(y).view(-1, self._sizes.hidden),
@@ -167,31 +164,31 @@ class NativeLowLatency:
                 "out": out,
             },
         )
-        self._shared.queue(
-            "low-latency combine",
-            self._native.combine,
-            **arguments,
-            sends=True,
-            completes=completes,
-            num_ctas=self._num_ctas(self._tokens_of_combine(), y.element_size()),
-            stream=stream,
-        )
+        num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
+        with self._shared.refusing("low-latency combine"):
+            self._native.combine(
+                **arguments,
+                sends=True,
+                completes=completes,
+                num_ctas=num_ctas,
+                stream=stream,
+            )
         self._arguments = {} if completes else arguments
         return out
 
     def complete_combine(self) -> torch.Tensor:
         """See `LowLatencyCalls.complete_combine`."""
-        out = self._arguments["out"]
-        assert out is not None  # send_combine has made it
-        self._shared.queue(
-            "low-latency combine",
-            self._native.combine,
-            **self._arguments,
-            sends=False,
-            completes=True,
-            num_ctas=self._num_ctas(self._num_tokens, out.element_size()),
-            stream=self._streams.keep(*self._arguments.values()),
-        )
+        out: torch.Tensor = self._arguments["out"]
+        num_ctas = self._num_ctas(self._num_tokens, out.element_size())
+        stream = self._streams.keep(*self._arguments.values())
+        with self._shared.refusing("low-latency combine"):
+            self._native.combine(
+                **self._arguments,
+                sends=False,
+                completes=True,
+                num_ctas=num_ctas,
+                stream=stream,
+            )
         self._arguments = {}
         return out
 
@@ -199,7 +196,7 @@ class NativeLowLatency:
         """See `LowLatencyCalls.close`."""
         self._native.close()
         self._group.num_low_latency -= 1
-        self._group.release("communicator", self._group.deadline_s(self._config))
+        self._group.resources.release("communicator", self._group.deadline_s(self._config))
 
     def abort(self) -> None:
         """Free the windows without the other ranks.  Not collective."""

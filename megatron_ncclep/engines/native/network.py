@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_ncclep.errors import EpError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 # For a word from each rail peer, once all ranks are there, in seconds.
 PROBE_S = 10.0
@@ -22,24 +22,16 @@ def network_problem(group: EpGroup, communicator: Any, timeout_s: float) -> str:
     were never seen (NVIDIA/nccl issues 1957 and 2372).  So each rank puts a word to its rail peers.
     Collective; the same text on every rank, found once for each group.
 
-    Args:
-        group: the ranks.
-        communicator: theirs, of `communicator_of`, with several NVLink domains.
-        timeout_s: seconds to wait for the other ranks.
-
     Raises:
         PeerError: a rank did not come in time.
     """
     name = "network between NVLink domains"
-    return group.share(name, lambda: _Tried(_try(group, communicator, timeout_s))).problem
+    return group.resources.share(name, lambda: _Tried(_try(group, communicator, timeout_s))).problem
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Tried(Resource):
     problem: str
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _try(group: EpGroup, communicator: Any, timeout_s: float) -> str:
@@ -53,11 +45,11 @@ def _try(group: EpGroup, communicator: Any, timeout_s: float) -> str:
         made[1].probe(made[0], min(PROBE_S, timeout_s))
 
     try:
-        mine = on_all_ranks(group, what, communicator.network_problem, timeout_s)
-        if problem := group.gather_problems(mine or None, what, timeout_s):
+        mine = group.hosts.on_all_ranks(what, communicator.network_problem, timeout_s)
+        if problem := group.hosts.gather_problems(mine or None, what, timeout_s):
             return problem
         # A rank that waits for rails or for a word in vain has used up its deadline.
-        on_all_ranks(group, "putting a word to each rail peer", put, 3 * timeout_s)
+        group.hosts.on_all_ranks("putting a word to each rail peer", put, 3 * timeout_s)
     except EpError as error:
         return (
             f"NCCL's network for kernels (GIN) failed: {error}; NCCL_GIN_TYPE=2 chooses its proxy, "

@@ -10,7 +10,6 @@ from megatron_ncclep.errors import EngineUnavailableError, LibraryError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -32,8 +31,8 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
     timeout_s = group.deadline_s(config)
     nodes = group.ranks_per_node(timeout_s)
     what = "open, looking for what keeps the engine 'nccl_ep' from running"
-    problem = on_all_ranks(group, what, lambda: _own_problem(group, config, nodes), timeout_s)
-    if group.gather_problems(problem, what, timeout_s):
+    problem = group.hosts.on_all_ranks(what, lambda: _own_problem(group, config, nodes), timeout_s)
+    if group.hosts.gather_problems(problem, what, timeout_s):
         return problem
     if unequal := _unequal(group, timeout_s):
         return unequal
@@ -114,7 +113,7 @@ def _unequal(group: EpGroup, timeout_s: float) -> str | None:
     Kernels of different libraries or modes would deadlock.
     """
     mine = torch.tensor(_identity())
-    every = group.gather(mine, "open, comparing libnccl_ep", timeout_s).tolist()
+    every = group.hosts.gather(mine, "open, comparing libnccl_ep", timeout_s).tolist()
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             return f"it must be the same on all ranks: {_text(0, every[0])}, {_text(rank, theirs)}"

@@ -52,7 +52,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         """Collective; opens the library and makes the group's communicator, if need be."""
         self._staging_name = Staging.name(num_experts, config)
-        self._staging: Staging = group.share(
+        self._staging: Staging = group.resources.share(
             self._staging_name, lambda: Staging(group, num_experts, config)
         )
         self._row_bytes = 0  # of the longest row so far
@@ -61,7 +61,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
     @torch.no_grad()
     def plan(self, topk_idx: torch.Tensor) -> NcclEpPlan:
         """See `Engine.plan`."""
-        self._require_open()
+        self.require_open()
         agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))
         self._staging.free_unused()
         topk_idx = topk_idx.to(torch.int64, copy=True).contiguous()  # the plan's own
@@ -69,10 +69,10 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         alignment = self.config.block_alignment
         num_tokens, top_k = topk_idx.shape
         limit = self.rows_limit(num_tokens, top_k)
-        wanted = self._local(counts)
+        requested = self._local(counts)
         if limit is not None and can_drop(self.config):
-            if self._shortage is not None:
-                self._shortage.record(rows_needed(counts, alignment), limit)
+            if self._overflow_report is not None:
+                self._overflow_report.record(rows_needed(counts, alignment), limit)
             topk_idx = drop_what_does_not_fit(topk_idx, counts, self.group.rank, alignment, limit)
             counts = self._exchange_counts(topk_idx)
         order = None
@@ -81,7 +81,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         routed = self._local(counts)
         padded = (routed + alignment - 1) // alignment * alignment
         num_used = int(padded.sum())
-        num_dropped = (wanted - routed).sum().view(1)
+        num_dropped = (requested - routed).sum().view(1)
         plan = NcclEpPlan(
             plan_id=agreement.call,
             num_tokens=num_tokens,
@@ -155,7 +155,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
 
     def _release(self) -> None:
         """Release the staging memory, which the group's last engine frees."""
-        self.group.release(self._staging_name, self.timeout_s)
+        self.group.resources.release(self._staging_name, self.timeout_s)
 
     def _bind(self, plan: NcclEpPlan, rows: torch.Tensor) -> Any:
         """Return the library's handle of `plan`, for rows as long as those of `rows`."""
@@ -168,7 +168,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         expert = torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).reshape(-1)
         mine = expert.new_zeros(self.num_experts + 1)
         mine = mine.scatter_add(0, expert, torch.ones_like(expert))[: self.num_experts]
-        return self.group.gather(mine.cpu(), "plan, exchanging counts", self.timeout_s)
+        return self.group.hosts.gather(mine.cpu(), "plan, exchanging counts", self.timeout_s)
 
     def _local(self, counts: torch.Tensor) -> torch.Tensor:
         """Assignments of all ranks for each expert of this rank."""

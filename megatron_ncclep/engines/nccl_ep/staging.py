@@ -8,7 +8,6 @@ any rank is bound to it.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from megatron_ncclep.engines.overflow import rows_limit
 from megatron_ncclep.errors import EngineUnavailableError
 from megatron_ncclep.libraries import extension, search
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
-from megatron_ncclep.ranks.agreement import on_all_ranks
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
@@ -114,14 +113,14 @@ def open_library() -> OpenLibrary:
     )
 
 
-class Staging:
+class Staging(Resource):
     """NVIDIA's group: staging memory that the layers of a group with the same experts share."""
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         self._group, self._num_experts, self._config = group, num_experts, config
         timeout_s = group.deadline_s(config)
         self._communicator = communicator_of(group, timeout_s)
-        self._library = on_all_ranks(group, "opening libnccl_ep", open_library, timeout_s)
+        self._library = group.hosts.on_all_ranks("opening libnccl_ep", open_library, timeout_s)
         self._staged: Any = None
         self._limits = (0, 0, 0)  # tokens, bytes of a row, assignments of a token
         self._num_rows = 0  # static mode: of every dispatched tensor
@@ -190,7 +189,7 @@ class Staging:
         bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
         what = "freeing outgrown staging memory of nccl_ep"
         timeout_s = self._group.deadline_s(self._config)
-        bound_anywhere = self._group.gather(torch.tensor(bound), what, timeout_s)
+        bound_anywhere = self._group.hosts.gather(torch.tensor(bound), what, timeout_s)
         in_use = bound_anywhere.sum(dim=0).tolist()
         if not all(in_use):
             torch.cuda.synchronize(self._group.device)
@@ -237,13 +236,11 @@ class Staging:
 
         what = f"nccl_ep: making staging memory for {tokens} tokens of {row_bytes} bytes"
         timeout_s = self._group.deadline_s(self._config)
-        self._staged = on_all_ranks(self._group, what, make, timeout_s)
+        self._staged = self._group.hosts.on_all_ranks(what, make, timeout_s)
         self._limits, self._num_rows = (tokens, row_bytes, top_k), num_rows
-        if self._group.rank == 0:
-            text = (
-                f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
-                f"NVIDIA's kernels for them are compiled at first use "
-                f"({search.find_nvcc()}, a few seconds for each step, then cached in "
-                f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
-            )
-            self._group.log_once(logging.INFO, text, text)
+        self._group.announce(
+            f"nccl_ep: staging memory for {tokens} tokens of {row_bytes} bytes on each rank; "
+            f"NVIDIA's kernels for them are compiled at first use ({search.find_nvcc()}, a few "
+            "seconds for each step, then cached in "
+            f"{envs.get('NCCL_EP_JIT_CACHE_DIR') or 'the user cache folder'})"
+        )

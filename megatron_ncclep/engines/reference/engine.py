@@ -18,22 +18,15 @@ assignment.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
-    BY_RAIL,
-    BY_RANK,
     COMMON_OPTIONS,
-    NODE_SUMS_ROUNDED,
     NOT_ROUTED,
-    REDUCTIONS,
     SOURCE_PART_UNROUNDED,
     EngineCaps,
     RoutePlan,
@@ -43,8 +36,6 @@ from megatron_ncclep.engines.plain_torch import plain_torch
 from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.all_to_all import exchange_lists
-from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.nodes import Nodes
 
 MAX_ROWS = 2**31 - 1  # that one rank may receive: a row's number is an int32
 CAPS = EngineCaps(
@@ -85,42 +76,15 @@ class ReferencePlan(RoutePlan):
 
 
 class ReferenceEngine(EngineBase[ReferencePlan]):
-    """See `Engine`.  The hosts wait in every call: built for correctness, not for speed.
+    """See `Engine`.  The hosts wait in every call: built for correctness, not for speed."""
 
-    Args:
-        reduction: how combine rounds; a reduction other than the contract's is for comparison with
-            an engine that declares it.
-        slot_order: the order of rows in a block; another than the contract's is for such an engine,
-            too.
-        nodes: the grid, which NODE_SUMS_ROUNDED and BY_RAIL need.
-    """
-
+    caps = CAPS
     plan_type = ReferencePlan
-
-    def __init__(
-        self,
-        group: EpGroup,
-        num_experts: int,
-        config: EpConfig,
-        reduction: str = SOURCE_PART_UNROUNDED,
-        slot_order: str = BY_RANK,
-        nodes: Nodes | None = None,
-    ) -> None:
-        if reduction not in REDUCTIONS:
-            raise InputError(f"reduction {reduction!r}: must be one of {REDUCTIONS}")
-        if nodes is None and (reduction == NODE_SUMS_ROUNDED or slot_order == BY_RAIL):
-            raise InputError(f"{reduction!r}, {slot_order!r}: needs to know the nodes")
-        self.caps = dataclasses.replace(CAPS, reduction=reduction, slot_order=slot_order)
-        self._nodes = nodes
-        self._sources: Sequence[int] = range(group.size)  # in the order of a block
-        if nodes is not None and slot_order == BY_RAIL:
-            self._sources = nodes.ranks_by_rail()
-        super().__init__(group, num_experts, config)
 
     @plain_torch
     def plan(self, topk_idx: torch.Tensor) -> ReferencePlan:
         """See `Engine.plan`."""
-        self._require_open()
+        self.require_open()
         num_ranks, num_local = self.group.size, self.num_local_experts
         agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))
         num_tokens, top_k = topk_idx.shape
@@ -147,9 +111,6 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         by_source = torch.stack([part.sum(dim=1) for part in received.split(tokens_of, dim=1)])
         numbers = by_source.tolist()  # [source rank][local expert]
         row_assignment = self._rows_from_sources(numbers)
-        if self.caps.slot_order != BY_RANK:
-            order = self._tokens_in_block(tokens_of)
-            received, pair = received[:, order], pair[order]
         limit = self.rows_limit(num_tokens, top_k)
         kept = received
         if limit is not None:
@@ -202,8 +163,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
         Sums are fp32 (fp64 for fp64 rows) and start from +0: on the expert rank over a pair's
         assignments in ascending local-expert order, rounded once for the wire; at the source rank
-        over the ranks in ascending order, the source rank's own part unrounded (unless the engine
-        was made with another reduction), rounded once.
+        over the ranks in ascending order, the source rank's own part unrounded, rounded once.
         """
         plan = self._agree("combine", plan, y, w)
         wide = torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -213,9 +173,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         for rows, pair in zip(_without_padding(plan, y), of_experts, strict=True):
             partial.index_add_(0, pair, rows.to(wide))  # a pair has at most one row per expert
 
-        # The unrounded part may come from another rank; then the source rank rounds the others.
-        by_node = self.caps.reduction == NODE_SUMS_ROUNDED
-        sent = [(partial if by_node else partial.to(y.dtype), plan.pairs_received, plan.pairs_sent)]
+        sent = [(partial.to(y.dtype), plan.pairs_received, plan.pairs_sent)]
         if w is not None:
             of_rows = torch.cat(_without_padding(plan, w))
             of_assignments = _scattered(
@@ -224,52 +182,20 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             sent.append((of_assignments, plan.assignments_received, plan.assignments_sent))
         returned = self._exchange(sent, "combine")
 
-        out = self._add_up(plan, partial, returned[0], y.dtype)
+        parts = list(returned[0].split(plan.pairs_sent))
+        parts[self.group.rank] = partial.split(plan.pairs_received)[self.group.rank]
+        total = partial.new_zeros(plan.num_tokens, y.shape[1])
+        for token, part in zip(plan.sent_token.long().split(plan.pairs_sent), parts, strict=True):
+            total.index_add_(0, token, part.to(wide))
+        out = total.to(y.dtype)
         if w is None:
             return out, None
         topk_w = _scattered(returned[1], plan.sent_assignment, plan.num_tokens * plan.top_k)
         return out, topk_w.view(plan.num_tokens, plan.top_k)
 
-    def _add_up(
-        self,
-        plan: ReferencePlan,
-        partial: torch.Tensor,
-        returned: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Add up the pairs' sums at their source rank: [num_tokens, hidden] of `dtype`.
-
-        Args:
-            plan: the call's plan.
-            partial: unrounded sums of the pairs that this rank has received.
-            returned: sums of the pairs that it has sent.
-            dtype: dtype of the rows.
-        """
-        rank, nodes = self.group.rank, self._nodes
-        parts = list(returned.split(plan.pairs_sent))
-        parts[rank] = partial.split(plan.pairs_received)[rank]
-        tokens = plan.sent_token.long().split(plan.pairs_sent)
-
-        def rounded(rows: torch.Tensor) -> torch.Tensor:
-            return rows.to(dtype).to(partial.dtype)
-
-        def total(ranks: Iterable[int], exact: Sequence[int]) -> torch.Tensor:
-            out = partial.new_zeros(plan.num_tokens, partial.shape[1])
-            for other in ranks:
-                part = parts[other] if other in exact else rounded(parts[other])
-                out.index_add_(0, tokens[other], part)
-            return out
-
-        if self.caps.reduction == NODE_SUMS_ROUNDED and nodes is not None:
-            exact = nodes.rail_of(rank)
-            of_nodes = [total(nodes.ranks_of(node), exact) for node in range(nodes.count)]
-            return sum(map(rounded, of_nodes), torch.zeros_like(of_nodes[0])).to(dtype)
-        exact = [rank] if self.caps.reduction == SOURCE_PART_UNROUNDED else []
-        return total(range(self.group.size), exact).to(dtype)
-
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> ReferenceLowLatency:
         """See `create_low_latency`."""
-        self._require_open()
+        self.require_open()
         return ReferenceLowLatency(self.group, self.num_experts, sizes, self.config)
 
     def _check_row_counts(self, all_routes: torch.Tensor) -> None:
@@ -292,7 +218,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """The received assignment of each row, if all are kept: int64.
 
         They arrive in the order (source rank, local expert, token); the rows are in the order
-        (local expert, source rank, token), with the source ranks by rail if the engine needs that.
+        (local expert, source rank, token).
 
         Args:
             numbers: of assignments, by source rank and local expert.
@@ -300,14 +226,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         lengths = [number for of_experts in numbers for number in of_experts]
         runs = torch.arange(sum(lengths), device=self.group.device).split(lengths)
         num_local = self.num_local_experts
-        return torch.cat(
-            [runs[rank * num_local + e] for e in range(num_local) for rank in self._sources]
-        )
-
-    def _tokens_in_block(self, tokens_of: list[int]) -> torch.Tensor:
-        """All ranks' tokens in the order of a block, where that order is not by rank."""
-        of_ranks = torch.arange(sum(tokens_of), device=self.group.device).split(tokens_of)
-        return torch.cat([of_ranks[rank] for rank in self._sources])
+        return torch.cat([run for expert in range(num_local) for run in runs[expert::num_local]])
 
     def _fits(self, received: torch.Tensor, limit: int) -> torch.Tensor:
         """Which of the assignments bool [local experts, tokens] fit into `limit` rows.
@@ -318,15 +237,15 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         """
         opens_block = received & ((received.cumsum(1) - 1) % self.config.block_alignment == 0)
         rows = opens_block.T.flatten().cumsum(0) * self.config.block_alignment
-        if self._shortage is not None:
-            self._shortage.record(self._needed(rows), limit)
+        if self._overflow_report is not None:
+            self._overflow_report.record(self._needed(rows), limit)
         return (rows <= limit).view_as(received.T).T
 
     def _needed(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that each rank needs, int64 [num_ranks]; `rows`: those up to each assignment."""
         mine = rows[-1:].sum().reshape(1)  # 0 without tokens
         what = "plan, exchanging the number of rows that each rank needs"
-        return self.group.gather(mine, what, self.timeout_s).flatten()
+        return self.group.hosts.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
         self, lists: list[tuple[torch.Tensor, list[int], list[int]]], what: str
@@ -336,10 +255,6 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
 
 def _assignment_of_each(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The assignment with which each token names each expert; -1: the token does not name it.
-
-    Args:
-        topk_idx: [num_tokens, top_k].
-        num_experts: of the group.
 
     Returns:
         int32 [num_experts, num_tokens], numbers token * top_k + k.

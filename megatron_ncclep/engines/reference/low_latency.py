@@ -11,12 +11,13 @@ from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatency
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.ranks.all_to_all import exchange
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 # Undefined rows are NaN here, so a caller that uses them notices.
 UNDEFINED = 0xFF
 
 
-class ReferenceLowLatency:
+class ReferenceLowLatency(Resource):
     """See `LowLatencyCalls`.  First halves do all the work, and wait for all hosts.
 
     Rows of an earlier dispatch become NaN at the next one.
@@ -35,7 +36,7 @@ class ReferenceLowLatency:
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
         if sends:
-            self._group.agree(phase, {}, problem, self._group.deadline_s(self._config))
+            self._group.hosts.agree(phase, {}, problem, self._group.deadline_s(self._config))
         elif problem is not None:
             raise InputError(f"{phase}: {problem}")
 
@@ -62,8 +63,8 @@ class ReferenceLowLatency:
         w = [torch.where(assignments, tokens.weights, 0) for assignments in here]
         counts = self._exchange(self._tokens_of.sum(dim=1).int().view(-1, 1)).view(-1)
         topk = self._send_rows(local)
-        place = torch.arange(self._sizes.max_tokens, device=topk.device)
-        topk.masked_fill_((place >= counts.view(-1, 1))[:, :, None], NOT_ROUTED)
+        row_index = torch.arange(self._sizes.max_tokens, device=topk.device)
+        topk.masked_fill_((row_index >= counts.view(-1, 1))[:, :, None], NOT_ROUTED)
         self._received = LowLatencyRows(
             rows=self._send_rows([tokens.x] * self._group.size),
             topk_idx=topk,

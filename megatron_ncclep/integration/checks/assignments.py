@@ -80,7 +80,7 @@ def require_order_of_ranks(group: EpGroup, ep: Any, tp: Any, timeout_s: float) -
             f"is rank {group.rank} of {group.size} in tp_ep, but rank {tp.rank()} of {tp.size()} "
             f"in expt_tp and rank {ep.rank()} of {ep.size()} in ep"
         )
-    if problems := group.gather_problems(problem, "open", timeout_s):
+    if problems := group.hosts.gather_problems(problem, "open", timeout_s):
         raise UnsupportedError(
             f"the process groups of an MoE layer: {problems}: tp_ep must have the ranks of ep and "
             "expt_tp, those of expt_tp next to each other, as Megatron makes it"

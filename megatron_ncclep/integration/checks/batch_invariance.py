@@ -28,10 +28,6 @@ GROUPED_SINCE = "0.20"
 def check_invariance(config: Any, options: EpConfig) -> None:
     """Refuse static mode if other tokens can cause a token's rows to be dropped.
 
-    Args:
-        config: TransformerConfig.
-        options: the dispatcher's options.
-
     Raises:
         UnsupportedError: names the option and the remedy.
     """
@@ -46,9 +42,6 @@ def check_invariance(config: Any, options: EpConfig) -> None:
 def check_generation(config: Any) -> None:
     """Refuse text generation with our dispatcher.
 
-    Args:
-        config: TransformerConfig before its validation.
-
     Raises:
         UnsupportedError: names the options and the remedy.
     """
@@ -62,8 +55,7 @@ def check_generation(config: Any) -> None:
 
 def warn_of_experts(config: Any, experts: Any, process_group: Any) -> None:
     """Warn once per group about experts that are not batch-invariant.  Not collective."""
-    group = EpGroup.of(process_group)
-    if not _is_on(config) or group.rank or type(experts).__name__ != "TEGroupedMLP":
+    if not _is_on(config) or type(experts).__name__ != "TEGroupedMLP":
         return
     import megatron.core
 
@@ -76,7 +68,7 @@ def warn_of_experts(config: Any, experts: Any, process_group: Any) -> None:
         "token's output may change with the size of the batch. Use grouped experts "
         "(experts='grouped', --ncclep-experts grouped) or moe_grouped_gemm=False"
     )
-    group.log_once(logging.WARNING, text, text)
+    EpGroup.of(process_group).announce(text, logging.WARNING)
 
 
 def _is_on(config: Any) -> bool:

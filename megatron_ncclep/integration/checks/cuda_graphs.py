@@ -79,9 +79,6 @@ def captured_by(config: Any) -> Captured:
     """How much of an MoE layer the whole model's graphs, or TransformerEngine's of a layer, hold.
 
     For Megatron's own graphs of a layer (`local`) that depends on the layer: see `captured_in`.
-
-    Args:
-        config: TransformerConfig, validated.
     """
     impl, names = _impl(config), _modules(config)
     if holds_iteration(config):

@@ -18,7 +18,6 @@ of one of its blocks, which depends on the largest magnitude, and add nothing to
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -61,10 +60,6 @@ def change_padding(original: Any) -> Any:
 def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
     """Set the alignment of row blocks that the experts need.  Not collective.
 
-    Args:
-        config: TransformerConfig, validated.
-        options: the dispatcher's options; if the alignment is not set, it becomes the one needed.
-
     Returns:
         the options, unchanged if these experts need no alignment.
 
@@ -97,13 +92,11 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
 
 def announce_alignment(config: Any, options: EpConfig, process_group: Any) -> None:
     """Log that dispatch pads the experts' rows, once per group and on its first rank only."""
-    group = EpGroup.of(process_group)
-    if needs_padding(config) and group.rank == 0:
-        text = (
+    if needs_padding(config):
+        EpGroup.of(process_group).announce(
             f"{_recipe(config)}: dispatch pads expert blocks to a multiple of {options.alignment} "
             "rows, so the experts do not pad them"
         )
-        group.log_once(logging.INFO, text, text)
 
 
 def _recipe(config: Any) -> str:

@@ -7,7 +7,6 @@ fp8.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,13 +143,12 @@ def _is_of_a_recipe(config: Any) -> bool:
 
 def announce_unused(config: Any, process_group: Any) -> None:
     """Log the options of a recipe that are not used, once per group and on its first rank only."""
-    group = EpGroup.of(process_group)
     unused = [
         f"{refusal.option}={value!r}"
         for refusal in TUNES_OTHERS
         if refusal.is_set(value := getattr(config, refusal.option, None))
         and not _is_default(config, refusal.option, value)
     ]
-    if unused and group.rank == 0:
+    if unused:
         text = f"options for Megatron's flex dispatcher are not used: {', '.join(unused)}"
-        group.log_once(logging.INFO, text, text)
+        EpGroup.of(process_group).announce(text)

@@ -13,8 +13,11 @@ from torch import nn
 
 # DDP's hook that waits for a module's weights (overlap_param_gather); grouped experts call it.
 _DDP_HOOK = "DistributedDataParallel._make_forward_pre_hook.<locals>.hook"
+# TransformerEngine's hooks that note, before it captures a layer, which of its modules are called.
+_CAPTURE = "transformer_engine.pytorch.graph"
 _HOOKS = {
     "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
     "_backward_hooks": "a backward hook",
     "_backward_pre_hooks": "a backward pre-hook",
 }
@@ -52,7 +55,6 @@ class AsBuilt:
                 own = module.__dict__
                 if (
                     module.__class__ is not kind
-                    or own["_forward_hooks"]
                     or own["_backward_hooks"]
                     or own["_backward_pre_hooks"]
                     or "forward" in own
@@ -63,6 +65,7 @@ class AsBuilt:
                     or (
                         (hooks := own["_forward_pre_hooks"]) and any(map(_is_users, hooks.values()))
                     )
+                    or ((hooks := own["_forward_hooks"]) and any(map(_is_users, hooks.values())))
                 ):
                     self.found = self._words(module, kind, forward, children, activation)
                     break
@@ -78,10 +81,8 @@ class AsBuilt:
         if type(module) is not kind:
             return f"{where} is now of the class {type(module).__name__}"
         for attribute, hook in _HOOKS.items():
-            if own[attribute]:
+            if any(map(_is_users, own[attribute].values())):
                 return f"{where} has {hook}"
-        if any(map(_is_users, module._forward_pre_hooks.values())):
-            return f"{where} has a forward pre-hook"
         if "forward" in own or kind.forward is not forward:
             return f"{where} has another forward"
         for child in children.keys() | module._modules.keys():
@@ -99,4 +100,7 @@ def _kind(module: nn.Module | None) -> str:
 
 
 def _is_users(hook: Any) -> bool:
-    return getattr(hook, "__qualname__", "") != _DDP_HOOK
+    return (
+        getattr(hook, "__qualname__", "") != _DDP_HOOK
+        and getattr(hook, "__module__", "") != _CAPTURE
+    )

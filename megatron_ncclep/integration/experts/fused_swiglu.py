@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,9 +25,10 @@ from megatron_ncclep.integration.experts.main_grad import (
 if TYPE_CHECKING:
     from megatron_ncclep.integration.experts.quack_products import QuackProducts
 
-PACKAGE = "quack-kernels"
-# The version that was tried: the functions called here may change in others.
-VERSION = "0.6.5"
+PACKAGE, COMPILER = "quack-kernels", "nvidia-cutlass-dsl"
+# The versions that were tried, of the compiler the oldest and the newest: the functions called here
+# may change in others.  pyproject.toml has the same numbers.
+VERSION, COMPILERS = "0.6.5", ("4.7.1", "4.8.0")
 INSTALL = "pip install 'megatron-ncclep[experts]'"
 _CAPABILITY = 9
 # Its modules and those of nvidia-cutlass-dsl take the functions of any other folder for a user's.
@@ -53,16 +55,12 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what keeps quack-kernels' GEMMs from running there, if anything does."""
     if device.type != "cuda":
         return f"{PACKAGE} has no kernels for a {device.type.upper()}"
-    try:
-        version = metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return f"{PACKAGE} is not installed: {INSTALL}"
-    if version != VERSION:
-        return f"{PACKAGE} {version} is installed, and only {VERSION} was tried: {INSTALL}"
+    if reason := untried_pair():
+        return reason
     for module in _MODULES:
         spec = find_spec(module)
         if spec is None or spec.origin is None:
-            return f"{PACKAGE} {version} lacks its module {module}: {INSTALL}"
+            return f"{PACKAGE} {VERSION} lacks its module {module}: {INSTALL}"
         if not any(folder in spec.origin for folder in _FOLDERS):
             return (
                 f"{PACKAGE} works only in a folder called {' or '.join(_FOLDERS)}, and its module "
@@ -77,6 +75,24 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype is not torch.bfloat16:
         return f"{PACKAGE} was tried in bf16, and the experts compute in {dtype}"
     return None
+
+
+def untried_pair() -> str | None:
+    """Say which installed versions were not tried together; None if these were."""
+    found = []
+    for name in (PACKAGE, COMPILER):
+        try:
+            found.append(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            return f"{name} is not installed: {INSTALL}"
+    version, compiler = found
+    oldest, newest = COMPILERS
+    if version == VERSION and Version(oldest) <= Version(compiler) <= Version(newest):
+        return None
+    return (
+        f"{PACKAGE} {version} with {COMPILER} {compiler} is installed, and only {VERSION} with "
+        f"{oldest} to {newest} was tried: {INSTALL}"
+    )
 
 
 def other_activation(config: Any) -> str | None:

@@ -40,14 +40,14 @@ class GroupedExperts:
     Attributes:
         takes_counts_on_device: `tokens_per_expert` may be on the device; the host does not read it.
         alignment_needed: blocks have a multiple of this many rows.
-        last_expert_first: the rows' blocks, and `tokens_per_expert`, begin with the rank's last
+        reverse_local_experts: the rows' blocks, and `tokens_per_expert`, begin with the rank's last
             expert, as in the dispatcher made for these experts; expert_stack.py says why.
         as_built: the modules; the dispatcher asks it for changes before each pass.
     """
 
     takes_counts_on_device = True
     alignment_needed = GROUPED_ALIGNMENT
-    last_expert_first = False
+    reverse_local_experts = False
     as_built: AsBuilt
 
     config: Any
@@ -58,7 +58,7 @@ class GroupedExperts:
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
         weights = self._weights_of(layer)
-        return weights[::-1] if self.last_expert_first else weights
+        return weights[::-1] if self.reverse_local_experts else weights
 
     def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The same weights in the experts' order."""
@@ -206,12 +206,12 @@ def class_problem(experts: Any) -> str | None:
     return AsBuilt(experts).change()
 
 
-def group_experts(experts: Any, last_expert_first: bool = False) -> None:
+def group_experts(experts: Any, reverse_local_experts: bool = False) -> None:
     """Make experts that Megatron has just built compute with grouped GEMMs.
 
     Args:
         experts: TEGroupedMLP or SequentialMLP.
-        last_expert_first: the dispatcher gives them their blocks in descending order.
+        reverse_local_experts: the dispatcher gives them their blocks in descending order.
 
     Raises:
         UnsupportedError: they are of a class whose `forward` would be lost, or on a GPU that has no
@@ -220,7 +220,7 @@ def group_experts(experts: Any, last_expert_first: bool = False) -> None:
     if problem := class_problem(experts):
         raise unsupported(problem)
     experts.__class__ = _GROUPED[type(experts)]
-    experts.last_expert_first = last_expert_first
+    experts.reverse_local_experts = reverse_local_experts
     weight = experts.weights_of("linear_fc1")[0]
     if weight.is_cuda:
         dtype = torch.bfloat16 if experts.config.bf16 else weight.dtype

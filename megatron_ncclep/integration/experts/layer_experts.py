@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: int) -> None:
     """Refuse unsupported grouped experts before Megatron builds any experts.
 
-    Args:
-        config: TransformerConfig.
-        options: the dispatcher's options.
-        num_ranks: number of ranks in the expert-parallel group.
-        num_slices: number of ranks that share each expert's FFN hidden size.
-
     Raises:
         UnsupportedError, InputError: see `experts.refusals.check_config`.
     """
@@ -40,11 +34,6 @@ def select_experts(
     layer: Any, options: EpConfig, num_slices: int
 ) -> tuple[EpConfig, Choice | None, GroupedInLayer | None]:
     """Give the layer the experts that the options select.  Not collective.
-
-    Args:
-        layer: an MoELayer with the experts that Megatron has built.
-        options: the dispatcher's options.
-        num_slices: number of ranks that share each expert's FFN hidden size.
 
     Returns:
         the options, in which "auto" is resolved; the choice made for "auto", or for "grouped" how
@@ -68,7 +57,7 @@ def select_experts(
         return options, choice, None
     from megatron_ncclep.integration.experts.grouped import group_experts
 
-    group_experts(layer.experts, last_expert_first=True)
+    group_experts(layer.experts, reverse_local_experts=True)
     return options, choice, GroupedInLayer(layer, is_asked_for)
 
 
@@ -145,7 +134,7 @@ def counts_wanted(experts: Any) -> dict[str, bool]:
     # The op fuser passes the counts on.  Where TransformerEngine has no kernel that reads them, it
     # splits the rows by these counts, so they must add up to the number of rows.
     if _is_op_fused(experts) or _have_grouped_tensors(experts):
-        return {"counts_on_device": True, "counts_add_up": True}
+        return {"counts_on_device": True, "counts_cover_all_rows": True}
     return {}
 
 

@@ -14,7 +14,6 @@ experts of a rank, however many ranks share them.
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +63,8 @@ class Choice:
 
     def announce(self, process_group: Any) -> None:
         """Log the choice, once for the group and on its first rank only."""
-        group = EpGroup.of(process_group)
-        if group.rank == 0:
-            text = f"experts: {self.experts}, because {self.reason}"
-            group.log_once(logging.INFO, text, text)
+        text = f"experts: {self.experts}, because {self.reason}"
+        EpGroup.of(process_group).announce(text)
 
 
 def asked_for(config: Any) -> Choice:

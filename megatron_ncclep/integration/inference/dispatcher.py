@@ -41,15 +41,7 @@ class NcclEpInferenceDispatcher(MoETokenDispatcher):
         pg_collection: Any,
         session: InferenceSession,
     ) -> None:
-        """Not collective.
-
-        Args:
-            num_local_experts: experts of this rank.
-            local_expert_indices: their global numbers, consecutive.
-            config: TransformerConfig.
-            pg_collection: Megatron's process groups.
-            session: the expert-parallel group's session.
-        """
+        """Not collective."""
         super().__init__(config=config, pg_collection=pg_collection)
         self.session = session
         self._num_local_experts, self._first_expert = num_local_experts, local_expert_indices[0]

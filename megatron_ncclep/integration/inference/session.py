@@ -22,6 +22,7 @@ from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, UnsupportedError
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
 
 # Options of EpConfig that apply while text is generated.
@@ -35,7 +36,7 @@ DEFAULT_TOKENS = 128
 DTYPE = torch.bfloat16
 
 
-class InferenceSession(Uncopied):
+class InferenceSession(Uncopied, Resource):
     """Low-latency mode and an engine in exact mode, for rows of one size.
 
     Attributes:
@@ -97,7 +98,7 @@ class InferenceSession(Uncopied):
         """
         used = [f"{name}={getattr(options, name)}" for name in OPTIONS]
         name = f"inference {num_experts} {hidden} {top_k} {' '.join(used)}"
-        return EpGroup.of(process_group).share(
+        return EpGroup.of(process_group).resources.share(
             name, lambda: cls(process_group, num_experts, hidden, top_k, options)
         )
 
@@ -132,10 +133,6 @@ class InferenceSession(Uncopied):
 
         Collective, except while a CUDA graph is captured.
 
-        Args:
-            num_tokens: of this rank.
-            problem: what is wrong on this rank, if anything is.
-
         Raises:
             InputError: there is a problem, on every rank; the batch is too large for a CUDA graph.
             UnsupportedError: a CUDA graph is captured before the first batch.
@@ -152,7 +149,7 @@ class InferenceSession(Uncopied):
                 )
             return self._low_latency
         timeout_s = self.group.deadline_s(self.engine.config)
-        agreement = self.group.agree("dispatch", {}, problem, timeout_s, payload=num_tokens)
+        agreement = self.group.hosts.agree("dispatch", {}, problem, timeout_s, payload=num_tokens)
         low_latency = self._open()
         return low_latency if max(agreement.gathered) <= self.max_tokens else None
 

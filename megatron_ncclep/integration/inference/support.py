@@ -111,9 +111,6 @@ def training_options(config: Any, options: EpConfig) -> EpConfig:
 def check_inference_type(config: Any) -> None:
     """Refuse the value where Megatron would ignore it, and with experts that were not tested.
 
-    Args:
-        config: TransformerConfig before its validation.
-
     Raises:
         UnsupportedError: names the values and the remedy.
     """

@@ -32,20 +32,20 @@ class CheckedEvaluations(StepsOfModel):
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if not arguments.get("forward_only") or self._is_running or is_capturing:
             return first(**arguments)
-        shortages, ranks = self._state.shortages(), self._ranks
-        earlier = ranks.largest_word(shortages)
+        overflow_reports, ranks = self._state.overflow_reports(), self._ranks
+        earlier = ranks.largest_word(overflow_reports)
         self._is_running = True
         try:
-            with set_aside(shortages):
+            with set_aside(overflow_reports):
                 results = first(**arguments)
-                own = ranks.largest_word(shortages)
+                own = ranks.largest_word(overflow_reports)
         finally:
             self._is_running = False
         words = ranks.largest([earlier, own], "the decision whether an evaluation is right")
         for word, when in zip(words, ("before this evaluation", "in this evaluation"), strict=True):
             if word:
-                for shortage in shortages:
-                    shortage.words.zero_()
+                for report in overflow_reports:
+                    report.words.zero_()
                 needed, had = needed_and_had(word)
                 option, on_overflow = self._options.max_recv_rows, self._options.on_overflow
                 who = f"a rank needed {needed} rows and had {had} {when}"

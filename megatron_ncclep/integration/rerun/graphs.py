@@ -14,9 +14,6 @@ def without_graphs(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Let all layers run what their graphs have captured; the graphs are kept.
 
     Graphs of whole iterations are outside of the model: the caller runs what they wrap.
-
-    Args:
-        chunks: the parts of the model on this rank.
     """
     from megatron.core.transformer import cuda_graphs
 

@@ -80,11 +80,7 @@ def holds_iteration_graph() -> bool:
 
 
 def drop_iteration_graphs(warmup_steps: int) -> None:
-    """Let Megatron capture them again, after one more step without.
-
-    Args:
-        warmup_steps: after which it captures a graph.
-    """
+    """Let Megatron capture them again, after one more step without."""
     wrapper = _wrapper()
     for stage, graph in wrapper.cuda_graph.items():
         if graph is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.engines.overflow import Shortage, set_aside
+from megatron_ncclep.engines.overflow import OverflowReport, set_aside
 
 # Modules of Megatron's, and the dicts in which they add up what they log.
 _TRACKERS = {
@@ -72,21 +72,21 @@ class ModelState:
         found += [(tensor, 0.0) for tensor in _logged_tensors()]
         return [(tensor, value) for tensor, value in found if isinstance(tensor, torch.Tensor)]
 
-    def shortages(self) -> list[Shortage]:
+    def overflow_reports(self) -> list[OverflowReport]:
         """Where the model's layers record rows that ranks lacked; other models may share these."""
-        found = [each.shortage for each in self.engines]
+        found = [each.overflow_report for each in self.engines]
         return list({id(each): each for each in found if each is not None}.values())
 
     @contextmanager
     def attempted(self) -> Iterator[None]:
         """Let the calls inside belong to a step that is run again where rows do not fit.
 
-        Inside, `shortages` have only what comes from them; afterwards what they had before.
+        Inside, `overflow_reports` have only what comes from them; afterwards what they had before.
         """
         for each in self.engines:
             each.is_attempt = True
         try:
-            with set_aside(self.shortages()):
+            with set_aside(self.overflow_reports()):
                 yield
         finally:
             for each in self.engines:

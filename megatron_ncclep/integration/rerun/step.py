@@ -42,7 +42,7 @@ _ARGUMENTS = ["data_iterator", "model", "forward_only"]
 _ATTRIBUTE = "_ncclep_reruns"
 # On each part of a model: whether Megatron's buffers hold gradients of a step before.
 _HAS_GRADIENTS = "_ncclep_has_gradients"
-# More than any word of a shortage: a rank could not run the step again.
+# More than any word of an overflow report: a rank could not run the step again.
 _REFUSED = 1 << 62
 
 
@@ -102,7 +102,7 @@ class _Seen(NamedTuple):
     """What any rank of a training has seen in a step.
 
     Attributes:
-        lacked: the largest word of a `Shortage`; 0 if all rows fit.
+        lacked: the largest word of a `OverflowReport`; 0 if all rows fit.
         load: the largest load, in thousandths of a balanced one.
         most_load: the largest one for which each rank may have room.
     """
@@ -186,7 +186,7 @@ class Reruns(StepsOfModel):
 
     def _seen_by_all(self, problem: str | None) -> _Seen:
         """What any rank has seen in a step.  Collective over the ranks of the training."""
-        lacked: Any = self._ranks.largest_word(self._state.shortages())
+        lacked: Any = self._ranks.largest_word(self._state.overflow_reports())
         load, most_load = self._state.take_loads() or (0, MOST_LOAD)
         lacked, load, most_load = self._ranks.largest(
             [lacked if problem is None else _REFUSED, load, -most_load],

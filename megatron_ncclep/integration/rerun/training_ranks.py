@@ -9,26 +9,23 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines.overflow import Shortage
+from megatron_ncclep.engines.overflow import OverflowReport
 from megatron_ncclep.integration.rerun.state import ModelState
 from megatron_ncclep.ranks.torch_group import TorchGroup
 
 
-class TrainingRanks(TorchGroup):
+class TrainingRanks:
     """Those that take part in every step of a model, also where its layers have no experts."""
 
     def __init__(self, options: EpConfig) -> None:
         """`options`: of the model's dispatchers; their deadlines are used."""
         assert dist.group.WORLD is not None  # the engines have groups
-        super().__init__(dist.group.WORLD, called="the training")
+        self._torch = TorchGroup(dist.group.WORLD, called="the training")
+        self.rank, self.device = self._torch.rank, self._torch.device
         self._options, self._is_first = options, True
 
     def largest(self, words: list[torch.Tensor | int], what: str) -> list[int]:
         """The largest value of any rank for each of `words`.  Collective; waits for the device.
-
-        Args:
-            words: integers, or int64 scalars on the device.
-            what: names the decision in errors.
 
         Raises:
             PeerError: a rank did not come in time.
@@ -41,20 +38,20 @@ class TrainingRanks(TorchGroup):
         options = self._options
         deadline_s = options.first_deadline_s if self._is_first else options.timeout_s
         self._is_first = False
-        self.wait(
+        self._torch.wait(
             lambda group: dist.all_reduce(mine, dist.ReduceOp.MAX, group=group, async_op=True),
             what,
             deadline_s,
         )
         return mine.tolist()
 
-    def largest_word(self, shortages: Iterable[Shortage]) -> torch.Tensor:
+    def largest_word(self, reports: Iterable[OverflowReport]) -> torch.Tensor:
         """This rank's largest word of these, int64 on the device; 0: all rows fit.
 
-        The ranks of an expert-parallel group know each other's shortages; those of other groups,
+        The ranks of an expert-parallel group know each other's reports; those of other groups,
         such as other pipeline stages and replicas, get them from `largest`.
         """
-        found = [shortage.words.max().to(self.device) for shortage in shortages]
+        found = [report.words.max().to(self.device) for report in reports]
         return torch.stack([torch.zeros((), dtype=torch.int64, device=self.device), *found]).max()
 
 

@@ -40,9 +40,9 @@ if IS_RANK:
 
 EXACT = EpConfig(engine="reference", experts="grouped", metrics_interval=10**6)
 RERUN = replace(EXACT, max_recv_rows="1.3x", on_overflow="rerun")
-STEPS = 9
+STEPS = 6
 # In the first step Megatron makes what it keeps; the second one is captured in CUDA graphs.
-COLLAPSED = (0, 1, 4, 7)
+COLLAPSED = (0, 1, 4)
 ROUTER = {
     "moe_router_load_balancing_type": "global_aux_loss",
     "moe_aux_loss_coeff": 1e-2,
@@ -62,7 +62,7 @@ STAGES = replace(
 WHOLE = replace(CASE, ep=4)
 BF16 = replace(WHOLE, dtype=torch.bfloat16)
 NOTHING = {True: [], False: ["no expert was trained"]}
-KINDS = ("full_iteration", "local", "transformer_engine")
+KINDS = ["full_iteration", "local", "transformer_engine"]
 
 
 class Collapsing(Training):
@@ -248,15 +248,15 @@ def whole_iterations(training: Collapsing, graphs: list[Graph]) -> Iterator[None
 
 
 @pytest.mark.supports(
-    "--ncclep-on-overflow=rerun",
+    *("--ncclep-on-overflow=rerun", "--ncclep-max-recv-rows=auto", "--ncclep-max-recv-gib"),
     compared="losses, weights and all that steps leave behind with those of exact mode, to the bit",
 )
 @pytest.mark.parametrize(
-    ("case", "graphs"),
-    [(CASE, ""), (STAGES, ""), (BF16, ""), *((WHOLE, kind) for kind in KINDS)],
-    ids=["replicas", "stages", "bf16", *KINDS],
+    ("case", "kinds"),
+    [(CASE, [""]), (STAGES, [""]), (BF16, [""]), (WHOLE, KINDS)],
+    ids=["replicas", "stages", "bf16", "graphs"],
 )
-def test_bits(ctx: RankContext, case: ModelCase, graphs: str) -> None:
+def test_bits(ctx: RankContext, case: ModelCase, kinds: list[str]) -> None:
     """Losses, weights, the optimizer's state, experts' biases, sums for the log, the counts of our
     metrics and those of Megatron's machine, where Megatron takes every path that it has.
 
@@ -264,26 +264,23 @@ def test_bits(ctx: RankContext, case: ModelCase, graphs: str) -> None:
     first pass moves them to fp32, and only their old memory went back.
     """
     expected, _, _ = results_of(ctx, case, EXACT)
-    found, reruns, replays = results_of(ctx, case, RERUN, graphs)
-    # Evaluations after such a step are collapsed too, and now and then one comes on its own.
-    assert reruns.num_steps == 2 * STEPS
-    assert 8 <= reruns.num_reruns <= 14
-    assert bool(replays) == bool(graphs)
-    trains = any("experts" in name for name in found)  # not in the first stage
-    assert (problems := differences(found, expected)) == NOTHING[trains], problems
-    assert gathered(ctx, reruns.num_reruns) == [reruns.num_reruns] * 4
+    for graphs in kinds:
+        found, reruns, replays = results_of(ctx, case, RERUN, graphs)
+        # Evaluations after such a step are collapsed too, and now and then one comes on its own.
+        assert reruns.num_steps == 2 * STEPS
+        assert 6 <= reruns.num_reruns <= 10, reruns.num_reruns
+        assert bool(replays) == bool(graphs)
+        trains = any("experts" in name for name in found)  # not in the first stage
+        assert (problems := differences(found, expected)) == NOTHING[trains], (graphs, problems)
+        assert gathered(ctx, reruns.num_reruns) == [reruns.num_reruns] * 4
+    if kinds == KINDS:
+        follow_the_limit(ctx, expected)
 
 
-@pytest.mark.supports(
-    "--ncclep-max-recv-rows=auto",
-    "--ncclep-max-recv-gib",
-    compared="losses, weights and all that steps leave behind with those of exact mode, to the bit",
-)
-def test_bits_with_a_limit_that_follows(ctx: RankContext) -> None:
+def follow_the_limit(ctx: RankContext, expected: Results) -> None:
     """Each limit has graphs of its own.  Steps whose tokens go to two ranks, twice a balanced load,
     raise it where there is memory for that, and four others lower it.
     """
-    expected, _, _ = results_of(ctx, WHOLE, EXACT)
     auto = replace(RERUN, max_recv_rows="auto")
     gib = 1.5 * 96 * 2 * HIDDEN * 4 / 2**30  # for 1.5 times a balanced load of an evaluation
     for options, kind in ((auto, "full_iteration"), (replace(auto, max_recv_gib=gib), "")):
@@ -296,7 +293,7 @@ def test_bits_with_a_limit_that_follows(ctx: RankContext) -> None:
             assert replays
             assert max(seen) > 2000 > min(seen)
         else:
-            assert seen == [2300] * 2 + [1500] * 2  # evaluations are longer, with less room
+            assert seen == [2300] * 2 + [1500] * 2, seen  # evaluations are longer, with less room
         assert gathered(ctx, seen) == [seen] * 4
 
 
@@ -412,7 +409,7 @@ def test_loads(ctx: RankContext) -> None:
     assert (load, most) == (1000, int(1000 * gib * 2**30 / (balanced * 4 * HIDDEN * 4)))
     engines = state.engines[0]
     plan = SimpleNamespace(num_tokens=SEQUENCE * BATCH, top_k=2, counts=torch.tensor([4, 4, 30]))
-    engines.note_load(plan, torch.zeros(1, HIDDEN))
+    engines.record_load(plan, torch.zeros(1, HIDDEN))
     assert state.take_loads() == (math.ceil(1000 * 34 / balanced), most)
     assert state.take_loads() == (0, most)
     for each in state.engines:

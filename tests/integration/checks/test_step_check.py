@@ -19,11 +19,12 @@ from megatron_ncclep.errors import EpError, PeerError
 from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
 from megatron_ncclep.integration.patching import is_changed
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 pytestmark = pytest.mark.each_release
 
 
-class Planted:
+class Planted(Resource):
     """Belongs to the group as the native engine's windows do; holds a failure on a device that no
     call has raised yet.
 
@@ -38,9 +39,6 @@ class Planted:
         self.times_asked += 1
         if self.failed:
             raise PeerError("rank 1 of 4: rank 0 did not come in combine (planted)")
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class Trainer:
@@ -87,7 +85,7 @@ def test_a_failure_after_the_last_backward_reaches_no_weight(ctx: RankContext) -
     """
     trainer = Trainer()
     group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
-    planted = group.share("late failure", Planted)
+    planted = group.resources.share("late failure", Planted)
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
     for step in range(3):
         trainer.backward(hidden)
@@ -97,7 +95,7 @@ def test_a_failure_after_the_last_backward_reaches_no_weight(ctx: RankContext) -
         assert (error is not None) == planted.failed
         assert error is None or "did not come in combine" in str(error)
     planted.failed = False
-    group.release("late failure", timeout_s=60)
+    group.resources.release("late failure", timeout_s=60)
 
 
 # Where the router cannot tell the experts apart it sends all 4 x 12 tokens to the same one.
@@ -148,7 +146,7 @@ def test_no_optimizer_of_megatrons_steps_after_a_failure(ctx: RankContext) -> No
     for _ in range(2):
         layer = build_layer(make_config("ncclep", torch.float32, 1))
     assert len(torch_optimizer._global_optimizer_pre_hooks) == 1
-    planted = EpGroup.of(layer.token_dispatcher.ep_group).share("planted", Planted)
+    planted = EpGroup.of(layer.token_dispatcher.ep_group).resources.share("planted", Planted)
     for distributed in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
             config = make_config("ncclep", dtype, 1)
@@ -173,7 +171,7 @@ def test_no_optimizer_of_megatrons_steps_after_a_failure(ctx: RankContext) -> No
                 assert_steps_are_checked(layer_wise, model, planted)
     linear = torch.nn.Linear(2, 2)
     assert_steps_are_checked(torch.optim.SGD(linear.parameters(), lr=0.1), linear, planted)
-    EpGroup.of(layer.token_dispatcher.ep_group).release("planted", timeout_s=60)
+    EpGroup.of(layer.token_dispatcher.ep_group).resources.release("planted", timeout_s=60)
 
 
 def assert_steps_are_checked(optimizer: Any, model: torch.nn.Module, planted: Planted) -> None:
@@ -206,7 +204,7 @@ def test_an_optimizers_step_in_a_cuda_graph_is_checked(ctx: RankContext) -> None
 
     assert is_changed(OptimizerCudaGraphWrapper.__call__)
     group = EpGroup.of(parallel_state.get_expert_model_parallel_group())
-    planted = group.share("planted", Planted)
+    planted = group.resources.share("planted", Planted)
     steps: list[int] = []
     step = OptimizerCudaGraphWrapper(lambda: steps.append(1), cuda_graph_warmup_steps=99)
     planted.failed = True
@@ -216,4 +214,4 @@ def test_an_optimizers_step_in_a_cuda_graph_is_checked(ctx: RankContext) -> None
     planted.failed = False
     step()
     assert steps
-    group.release("planted", timeout_s=60)
+    group.resources.release("planted", timeout_s=60)

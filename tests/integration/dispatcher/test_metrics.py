@@ -177,7 +177,7 @@ def test_ranges_have_the_names_of_the_steps(
         monkeypatch.setattr(
             f"megatron_ncclep.ops.{module}.step_range", lambda name, tensor: step_range(name, gpu)
         )
-    engine = create_engine(single.process_group, 4, EpConfig(engine="reference", timeout_s=5))
+    engine = create_engine(single.torch.process_group, 4, EpConfig(engine="reference", timeout_s=5))
     plan = engine.plan(torch.tensor([[0, 1]]))
     x, w = torch.ones(1, 8, requires_grad=True), torch.ones(1, 2, requires_grad=True)
     rows, row_w = dispatch(engine, plan, x, w)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from fixtures import closed
 from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
-from patience import PatientPool, patient
 from rank_pool import RankContext
 from rebuilding_case import growth, held, mapped
+from timeouts import PatientPool, patient
 
 import megatron_ncclep
 from megatron_ncclep import metrics
@@ -29,13 +29,14 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import GroupClosedError, PeerError
 from megatron_ncclep.metrics import Metrics
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 LAYERS, RANKS, MODELS = 2, 2, 8
 LONG_S = patient(60)
 EXPERTS = 4
 
 
-class Windows:
+class Windows(Resource):
     """Stands in for what `native` shares in a group.
 
     Attributes:
@@ -82,7 +83,7 @@ def test_models_with_groups_of_their_own(ctx: RankContext) -> None:
         seen.append(held())
         layers = build("hierarchical")
         group = EpGroup.of(layers[0].token_dispatcher.group)
-        group.share("windows", lambda number=number: Windows(number))
+        group.resources.share("windows", lambda number=number: Windows(number))
         assert len(metrics.after_step()) == 1, "an earlier model's group has metrics"
         assert mapped() == 1
         parallel_state.destroy_model_parallel()
@@ -130,7 +131,7 @@ def test_a_rank_that_does_not_come_keeps_nobody(ctx: RankContext) -> None:
     engine = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
     group = EpGroup.of(ctx.group)
     Windows.ends.clear()
-    group.share("windows", lambda: Windows(0))
+    group.resources.share("windows", lambda: Windows(0))
     logger = logging.getLogger("megatron_ncclep")
     with mock.patch.object(logger, "handle") as said:
         if ctx.rank == 1:
@@ -162,7 +163,7 @@ def test_groups_are_closed_before_megatron_forgets_its_own(ctx: RankContext, how
     initialize(1)
     from megatron.core import parallel_state
 
-    class Ending:
+    class Ending(Resource):
         """Notes how it was closed, and whether Megatron still had its groups."""
 
         def close(self, how: str = "close") -> None:
@@ -175,7 +176,7 @@ def test_groups_are_closed_before_megatron_forgets_its_own(ctx: RankContext, how
     layer = build_layer(make_config("ncclep", torch.float32, 1))
     other = dist.new_group([0])
     for process_group in (parallel_state.get_expert_model_parallel_group(), other):
-        EpGroup.of(process_group).share("ending", Ending)
+        EpGroup.of(process_group).resources.share("ending", Ending)
     try:
         if how == "abort":
             raise ZeroDivisionError

@@ -22,6 +22,7 @@ from megatron_ncclep.integration.checks.assignments import (
     require_usable_bound,
 )
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.hosts import Hosts
 
 NUM_EXPERTS, TOP_K = 4, 2
 # Every option has another value than its default.
@@ -108,11 +109,11 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     """
     asked, others = [], iter([1, 4, 0])
 
-    def gather(group: EpGroup, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
+    def gather(hosts: Hosts, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
         asked.append((mine.tolist(), timeout_s))
         return torch.stack([mine, torch.tensor([next(others)])])
 
-    monkeypatch.setattr(EpGroup, "gather", gather)
+    monkeypatch.setattr(Hosts, "gather", gather)
     dispatcher = make(ncclep=EXACT)
     routing_map = torch.zeros(2, NUM_EXPERTS, dtype=torch.bool)
     routing_map[1, :3] = True
@@ -122,7 +123,7 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
 
 
 @pytest.mark.parametrize("pads", [False, True], ids=["", "pads to capacity"])
-@pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts add up"])
+@pytest.mark.parametrize("adds_up", [False, True], ids=["", "counts cover all rows"])
 def test_no_hook_reads_the_device(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, pads: bool, adds_up: bool
 ) -> None:
@@ -130,7 +131,7 @@ def test_no_hook_reads_the_device(
     dropped, and with capacity padding for the number of assignments.  On a CPU nothing waits.
     """
     options = dataclasses.replace(STATIC, engine="far")
-    counts = {"counts_on_device": True, "counts_add_up": adds_up}
+    counts = {"counts_on_device": True, "counts_cover_all_rows": adds_up}
     dispatcher = make(options, pads, **counts)
     hidden = torch.ones(3, 2, 8, requires_grad=True)
     probs = torch.ones(6, NUM_EXPERTS, requires_grad=True)
@@ -159,7 +160,7 @@ def test_how_experts_get_the_counts(make: Callable[..., Any], options: EpConfig)
     for counts, expected in (
         ({}, [16, 0, 16, last]),
         ({"counts_on_device": True}, [16, 0, 16, 0]),
-        ({"counts_on_device": True, "counts_add_up": True}, [16, 0, 16, last]),
+        ({"counts_on_device": True, "counts_cover_all_rows": True}, [16, 0, 16, last]),
     ):
         dispatcher = make(options, pads=False, **counts)
         _, w = dispatcher.dispatch_preprocess(torch.ones(3, 8), routing_map, routing_map.float())

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from fixtures import closed
 from fork_server import ForkServer
-from patience import patient
 from rank_pool import RankContext, RankError, RankPool
+from timeouts import patient
 
 from megatron_ncclep.doctor import SECTIONS, choice, examine
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render
@@ -108,12 +108,16 @@ def test_it_says_what_is_here() -> None:
     assert not any(finding["problem"] for finding in report.values())
 
 
-def test_variables_that_are_wrong_are_problems_and_the_rest_is_examined(
+def test_what_is_wrong_is_a_problem_and_the_rest_is_examined(
     findings: Callable[..., Report],
 ) -> None:
+    """Variables, a changed Megatron, and one that is not tested."""
     found = findings(
+        "import megatron.core.transformer.moe.moe_layer as layer\n"
+        "layer.MoETokenDispatcher.token_combine = lambda self, rows, more: None\n"
+        "import megatron.core; megatron.core.__version__ = '0.99.0'",
         NCCLEP_NUM_SMS="many", NCCLEP_NCCL_LIBRARY="/gone.so", NCCLEP_LOG="warning",
-        NCCLEP_ENGINE="nativ", NCCLEP_AUTOLOD="0",
+        NCCLEP_ENGINE="nativ", NCCLEP_AUTOLOD="0", NCCLEP_AUTOLOAD="0",
     )  # fmt: skip
     for problem in ("NCCLEP_ENGINE='nativ': not one of", "NCCLEP_AUTOLOD is not a variable"):
         assert problem in str(found["environment"]["problem"])
@@ -121,15 +125,6 @@ def test_variables_that_are_wrong_are_problems_and_the_rest_is_examined(
     assert "NCCLEP_LOG=WARNING" in str(found["environment"]["value"])
     assert "NCCLEP_NCCL_LIBRARY=/gone.so" in str(found["NCCL, the rest"]["problem"])
     assert found["engine auto"]["value"] == "1..2 ranks: takes reference"
-
-
-def test_a_changed_and_untested_megatron_is_a_problem(findings: Callable[..., Report]) -> None:
-    found = findings(
-        "import megatron.core.transformer.moe.moe_layer as layer\n"
-        "layer.MoETokenDispatcher.token_combine = lambda self, rows, more: None\n"
-        "import megatron.core; megatron.core.__version__ = '0.99.0'",
-        NCCLEP_AUTOLOAD="0",
-    )
     problem = "MoETokenDispatcher.token_combine is not a method of 1 argument:"
     assert problem in str(found["megatron.core.transformer.moe.moe_layer"]["problem"])
     assert found["autoload"]["value"].startswith("off (NCCLEP_AUTOLOAD=0)")
@@ -139,6 +134,7 @@ def test_a_changed_and_untested_megatron_is_a_problem(findings: Callable[..., Re
 def test_without_megatron_it_says_how_to_get_it(findings: Callable[..., Report]) -> None:
     """A look-up that knows of no `megatron` stands for a bare environment."""
     code = (
+        "choice.CPU_RANKS = 1\n"  # each one takes seconds to start
         "import importlib.util as util; real = util.find_spec\n"
         "util.find_spec = lambda name, real=real: "
         "None if name.partition('.')[0] == 'megatron' else real(name)"

@@ -4,6 +4,7 @@ quantisers had no effect, and frozen experts were trained, for people who had as
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -65,6 +66,24 @@ def test_a_class_that_is_changed() -> None:
     assert built.change() is None
     Linear.forward = lambda self, rows: rows  # type: ignore[method-assign]
     assert built.change() == "0 (Linear) has another forward"
+
+
+def test_the_hooks_of_a_capture() -> None:
+    """TransformerEngine hooks every module of a layer that it captures, and grouped experts refused
+    to be in its graphs, which Megatron calls cuda_graph_impl="transformer_engine".
+    """
+    from megatron_ncclep.integration.experts.as_built import AsBuilt
+
+    def hook_fn(module: torch.nn.Module, inputs: Any, outputs: Any) -> None: ...
+
+    experts = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    built = AsBuilt(experts)
+    hook_fn.__module__ = "transformer_engine.pytorch.graph"
+    for module in experts.modules():
+        module.register_forward_hook(hook_fn)
+    assert built.change() is None
+    hook_fn.__module__ = __name__
+    assert built.change() == "the experts (Sequential) has a forward hook"
 
 
 def test_a_graph_is_not_captured(ctx: RankContext) -> None:

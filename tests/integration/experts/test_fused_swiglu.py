@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -13,24 +14,25 @@ import torch.nn.functional as F
 
 from megatron_ncclep.integration.experts import fused_swiglu
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 @pytest.mark.parametrize(
-    ("version", "capability", "dtype", "problem"),
+    ("pair", "capability", "dtype", "problem"),
     [
-        ("0.6.5", (9, 0), torch.bfloat16, None),
-        (None, (9, 0), torch.bfloat16, "not installed: pip install 'megatron-ncclep[experts]'"),
-        ("0.7.0", (9, 0), torch.bfloat16, "quack-kernels 0.7.0 is installed, and only 0.6.5 was"),
-        ("0.6.5", (10, 0), torch.bfloat16, "on compute capability 9.x, and NVIDIA B200 has 10.0"),
-        ("0.6.5", (9, 0), torch.float16, "in bf16, and the experts compute in torch.float16"),
+        (("0.6.5", "4.7.1"), (9, 0), torch.bfloat16, None),
+        (("0.6.5", "4.8.0"), (9, 0), torch.bfloat16, None),
+        ((), (9, 0), torch.bfloat16, "quack-kernels is not installed: pip install 'megatron-ncc"),
+        (("0.6.5",), (9, 0), torch.bfloat16, "nvidia-cutlass-dsl is not installed: pip install"),
+        (("0.6.5", "4.7.1"), (10, 0), torch.bfloat16, "9.x, and NVIDIA B200 has 10.0"),
+        (("0.6.5", "4.7.1"), (9, 0), torch.float16, "and the experts compute in torch.float16"),
     ],
 )
 def test_where_it_can_run(
-    version: str | None, capability: tuple[int, int], dtype: torch.dtype, problem: str | None,
+    pair: tuple[str, ...], capability: tuple[int, int], dtype: torch.dtype, problem: str | None,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    missing = mock.Mock(side_effect=metadata.PackageNotFoundError("quack-kernels"))
-    found = mock.Mock(return_value=version)
-    monkeypatch.setattr(metadata, "version", missing if version is None else found)
+    install_pair(monkeypatch, *pair)
     install_stand_ins(tmp_path / "site-packages", "quack", "cutlass")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
@@ -39,6 +41,43 @@ def test_where_it_can_run(
     assert reason is None if problem is None else problem in reason
     cpu = fused_swiglu.unavailable_reason(torch.device("cpu"), torch.bfloat16)
     assert cpu == "quack-kernels has no kernels for a CPU"
+
+
+def install_pair(monkeypatch: pytest.MonkeyPatch, *pair: str) -> None:
+    """quack-kernels and nvidia-cutlass-dsl of these versions; those left out are missing."""
+    found = dict(zip(("quack-kernels", "nvidia-cutlass-dsl"), pair, strict=False))
+
+    def version(name: str) -> str:
+        if name in found:
+            return found[name]
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("quack", "cutlass"),
+    [("0.7.0", "4.8.0"), ("0.6.5", "4.7.0"), ("0.6.5", "4.8.1"), ("0.3.11", "4.5.2")],
+)
+def test_an_untried_pair(quack: str, cutlass: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24 brings nvidia-cutlass-dsl 4.5.2: nothing looked at it, and the first step of a
+    training, or a compiler in it, would have failed.
+    """
+    install_pair(monkeypatch, quack, cutlass)
+    reason = str(fused_swiglu.unavailable_reason(torch.device("cuda"), torch.bfloat16))
+    assert f"quack-kernels {quack} with nvidia-cutlass-dsl {cutlass} is installed" in reason
+    assert "only 0.6.5 with 4.7.1 to 4.8.0 was tried: pip install 'megatron-ncclep[exp" in reason
+
+
+def test_pip_installs_what_is_taken() -> None:
+    """The extra `experts` and the check at run time name the same versions."""
+    declared = re.search(r"^experts = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    oldest, newest = fused_swiglu.COMPILERS
+    assert declared is not None
+    assert ast.literal_eval(declared[1]) == [
+        f"{fused_swiglu.PACKAGE}=={fused_swiglu.VERSION}",
+        f"{fused_swiglu.COMPILER}[cu13]>={oldest},<={newest}",
+    ]
 
 
 def install_stand_ins(folder: Path, *modules: str) -> None:
@@ -54,7 +93,7 @@ def test_where_its_functions_look_like_a_users(
     """With `pip install --target FOLDER`, `auto` chose quack-kernels, and the first step of a
     training ended in a TypeError of quack-kernels: only a page of the documentation knew why.
     """
-    monkeypatch.setattr(metadata, "version", lambda name: fused_swiglu.VERSION)
+    install_pair(monkeypatch, fused_swiglu.VERSION, fused_swiglu.COMPILERS[0])
     (other,) = {"quack", "cutlass"} - {elsewhere}
     install_stand_ins(tmp_path / "site-packages", other)
     monkeypatch.syspath_prepend(tmp_path / "site-packages")

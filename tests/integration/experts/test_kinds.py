@@ -36,7 +36,7 @@ def test_how_experts_take_the_counts(ctx: RankContext) -> None:
                 patch.setattr(experts.SequentialMLP, attribute, True, raising=False)
             layer = build_layer(make_config("ncclep", torch.float32, 1))
         dispatcher = layer.token_dispatcher
-        assert (dispatcher._counts_on_device, dispatcher._counts_add_up) == expected
+        assert (dispatcher._counts_on_device, dispatcher._counts_cover_all_rows) == expected
     # Megatron's own experts that take them on the device say so with this attribute.
     source = inspect.getsource(experts.TEGroupedMLP.forward)
     has_fuser = "use_transformer_engine_op_fuser" in TransformerConfig.__dataclass_fields__

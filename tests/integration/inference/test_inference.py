@@ -36,6 +36,7 @@ from megatron_ncclep.errors import (
     UnsupportedError,
 )
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.resources import Resource
 
 pytestmark = pytest.mark.each_release
 
@@ -352,12 +353,12 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
     group = EpGroup.of(layer.ep_group)
     # With a failure on the device that no call has raised yet.
     failed = {"check.side_effect": PeerError("planted")}
-    group.share("planted", lambda: mock.Mock(("check", "close"), **failed))
+    group.resources.share("planted", lambda: mock.Mock(Resource, **failed))
     with pytest.raises(PeerError, match="planted"):
         context.update_requests()
     other = context_of(make_inference_config(InferenceCase("nccl", options=graphs)), 144)
     assert not hasattr(other, "_ncclep_group")
-    group.release("planted", 60)
+    group.resources.release("planted", 60)
     session.close()
     batch = Batch.random(2, 1, layer.config, "cpu")
     assert "closed" in text_of(GroupClosedError, lambda: experts_of(layer, batch))

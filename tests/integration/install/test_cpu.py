@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patience import patient
 from rank_pool import RankContext, RankPool
+from timeouts import patient
 
 from megatron_ncclep import cpu
 from megatron_ncclep.cpu import torch_calls

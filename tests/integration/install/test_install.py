@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from megatron_setup import has
-from patience import patient
 from rank_pool import RankContext
+from timeouts import patient
 
 from megatron_ncclep.errors import IntegrationError, UnsupportedError
 from megatron_ncclep.integration import hooks

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fork_server import ForkServer
 from megatron_versions import INSTALLED
-from patience import patient
+from timeouts import patient
 
 from megatron_ncclep import cli
 from megatron_ncclep.cli import run as launch

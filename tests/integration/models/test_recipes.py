@@ -1,6 +1,6 @@
 """The combinations of options in recipes of Megatron-Bridge and examples of Megatron-LM for MoE.
 
-Each model trains for five steps with Megatron's optimizer, and its losses match those of
+Each model trains for three steps with Megatron's optimizer, and its losses match those of
 `alltoall`.  docs/support.md lists the combinations, and the options that a CPU cannot run.
 """
 
@@ -20,7 +20,7 @@ from trainer import ModelCase
 
 pytestmark = [pytest.mark.each_release, pytest.mark.since("0.19")]
 
-STEPS = 5
+STEPS = 3
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 QWEN = SWIGLU | {"normalization": "RMSNorm", "qk_layernorm": True, "num_query_groups": 2}

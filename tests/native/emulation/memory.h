@@ -68,7 +68,7 @@ class Numbers {
   explicit Numbers(ncclep::DType dtype) : dtype_(dtype) {}
   static Numbers of_any_dtype() {
     return Numbers(
-        emu::one_of({ncclep::DType::kFloat32, ncclep::DType::kBFloat16, ncclep::DType::kFloat16}));
+        emu::one_of({ncclepFloat32, ncclepBfloat16, ncclepFloat16}));
   }
 
   ncclep::DType dtype() const { return dtype_; }
@@ -77,13 +77,13 @@ class Numbers {
     const auto half = static_cast<__half>(number);
     std::uint16_t bits_of_half;
     std::memcpy(&bits_of_half, &half, sizeof(half));
-    return dtype_ == ncclep::DType::kFloat16    ? bits_of_half
-           : dtype_ == ncclep::DType::kBFloat16 ? __float2bfloat16_rn(number).bits
+    return dtype_ == ncclepFloat16    ? bits_of_half
+           : dtype_ == ncclepBfloat16 ? __float2bfloat16_rn(number).bits
                                                 : __float_as_uint(number);
   }
   float round(float number) const {
-    return dtype_ == ncclep::DType::kFloat16    ? static_cast<float>(static_cast<__half>(number))
-           : dtype_ == ncclep::DType::kBFloat16 ? __bfloat162float(__float2bfloat16_rn(number))
+    return dtype_ == ncclepFloat16    ? static_cast<float>(static_cast<__half>(number))
+           : dtype_ == ncclepBfloat16 ? __bfloat162float(__float2bfloat16_rn(number))
                                                 : number;
   }
   std::uint32_t get(const char* first, std::size_t i) const {
@@ -111,4 +111,4 @@ class Numbers {
  private:
   ncclep::DType dtype_;
 };
-inline const Numbers kWeights(ncclep::DType::kFloat32);
+inline const Numbers kWeights(ncclepFloat32);

@@ -144,25 +144,25 @@ MISTAKES = {
         "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
     "queues: a probe does not wait for room": (
-        "network/probe.cu", "is_put = «has_room(rail, peer, sizeof(std::uint64_t))»", "true",
+        "network/probe.cu", "is_put = «room_up_to(rail, peer, end) >= end»", "true",
         "short-probes", 4, "a put waits without an end"),
     "queues: nobody waits for room": (
-        "native/device/rails.cuh",
-        "has_room = «wait([&] { return network::has_room(rails.rail, domain, num_bytes); })»;",
-        "true",
+        "native/device/rails.cuh", "if («!wait(has_room)») return false;", "false",
         "short-rails-rows", 4, "a put waits without an end"),
     "queues: a wait for room has no deadline": (
         "native/device/rails.cuh",
         "return «wait_until(me, phase, rail_peer_in(me, domain), epoch, is_over)»;",
         "[&] { while (!is_over()) continue; return true; }()",
         "short-rails-cut", 4, "nobody gets any further"),
-    "queues: two threads put into one": (
-        "native/device/rails.cuh",
-        "if («!wait([&] { return atomicExch(is_in_use, 1u) == 0; })») return false;", "false",
+    "queues: puts take the same place": (
+        "native/device/rails.cuh", "end = «atomicAdd(&places.given, number)» + number;",
+        "places.given", "short-rails-plans", 4, "a put waits without an end"),
+    "queues: room for one more put than there is": (
+        "native/device/rails.cuh", "return «room >= end»;", "room + 1 >= end",
         "short-rails-plans", 4, "a put waits without an end"),
-    "queues: who has put keeps the queue": (
-        "native/device/rails.cuh", "atomicExch(is_in_use, 0u);", "",
-        "rails-plans", 2, "a wait was in vain"),
+    "queues: more room is kept than was seen": (
+        "native/device/rails.cuh", "store_relaxed(&places.room, «room»);", "room + 1",
+        "short-rails-plans", 4, "a put waits without an end"),
     "queues: a last word has no deadline": (
         "native/device/stop.cu",
         "me.deadline_ns)) «return false;»", "continue;",

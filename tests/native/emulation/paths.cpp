@@ -108,7 +108,7 @@ class Rank {
     job.y = ll_windows_[0].data<char>() + ll_.rows();
     job.out = rows_.data<char>();
     job.num_tokens = kTokens;
-    job.dtype = ncclep::DType::kFloat32;
+    job.dtype = ncclepFloat32;
     low_latency_combine(context(), low_latency(), job, kCtas, 0, rails(1));
   }
 

@@ -66,7 +66,7 @@ void Rows::plan(int rank, int number) {
     drop.alignment = routing.alignment;
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
-    drop.num_wanted = job.num_dropped;
+    drop.num_requested = job.num_dropped;
     launch(rank, [&] { drop_what_does_not_fit(me, drop, parts, sms, rank, rails(rank)); });
     me.call = 0;  // the first kernel has compared it
     job.topk_idx = drop.kept;

@@ -120,7 +120,7 @@ MISTAKES = {
         "me.mailbox->bad_ranks.words[lane] = bad;",
         "plans", 3, "plan: bad ranks of static plans", 19),
     "the presence of weights is not in a call": (
-        "native/host/call.cpp", ".put(«has_weights», kWeightBits)", "false",
+        "native/host/call_signature.cpp", ".put(«has_weights», kWeightBits)", "false",
         "calls", 2, "failure: rank . has waited for nobody"),
 }
 # fmt: on

@@ -19,7 +19,7 @@ SOURCES = (
     "native/low_latency/dispatch.cu",
     "native/low_latency/combine.cu",
     "native/device/stop.cu",
-    "native/host/call.cpp",
+    "native/host/call_signature.cpp",
     "network/probe.cu",
 )
 

@@ -34,7 +34,7 @@ MISTAKES = {
         "rails.most_tokens",
         "wide-rails-many", 66, "plan: ranks of node token"),
     "wide: rails: sums of ranks after the first 32 are added up before they are there": (
-        "native/rows/domain_sums.cuh", "(«!is_part» || wait_for(", "group > 0 || !is_part",
+        "native/rows/domain_sums.cuh", "(«!is_part[group]» || wait_for(", "group > 0 || !is_part[group]",
         "wide-rails-many", 66, "combine: "),
 }
 # fmt: on

@@ -102,6 +102,8 @@ void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
 template <>
+void begin_puts(const KernelContext&, std::uintptr_t, const Rails&) {}
+template <>
 void settle(const KernelContext&, std::uintptr_t, const Rails&) {
   if (fake_num_open_windows() > 0) ++standin::launched.num_closes;
 }

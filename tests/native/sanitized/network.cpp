@@ -16,7 +16,7 @@ std::shared_ptr<const Rails> make_rails(const network::Rails&,
 namespace network {
 
 Rails::Rails(std::shared_ptr<Communicator> communicator, double, const std::function<void()>&, int)
-    : num_domains_(communicator->num_ranks() / communicator->lsa_size()) {}
+    : num_domains_(communicator->num_domains()) {}
 void Rails::close() {}
 
 }  // namespace network

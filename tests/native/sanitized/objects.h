@@ -73,8 +73,9 @@ class Numbers {
   ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
 };
 
-// The case of several NVLink domains (domains.cpp).
+// Cases of other files: several NVLink domains, and programs with an older header.
 void domains();
+void versions();
 
 // One of each object, and tensors for their calls.
 class Objects {

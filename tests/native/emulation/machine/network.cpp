@@ -44,16 +44,21 @@ void Network::put(int rank, int window, int domain, std::size_t to, std::size_t 
           signal,
           draw(8) == 0 ? draw(400) : 0};
   between(rank, target).push_back(std::move(put));
+  ++num_put_[rank * num_ranks_ + target];
   note_progress();
   maybe_yield();
 }
 
-bool Network::has_room(int rank, int domain) {
+std::uint64_t Network::places_taken(int rank, int domain) {
+  return num_put_[rank * num_ranks_ + peer_of(rank, domain)];
+}
+
+std::uint64_t Network::room_up_to(int rank, int domain, std::uint64_t end) {
   const auto& puts = between(rank, peer_of(rank, domain));
-  const bool is_full = static_cast<int>(puts.size()) >= queue_places;
-  if (is_full && draw(8) == 0) get_further();
-  is_full ? yield() : maybe_yield();
-  return !is_full;
+  const std::uint64_t room = places_taken(rank, domain) - puts.size() + queue_places;
+  if (room < end && draw(8) == 0) get_further();
+  room < end ? yield() : maybe_yield();
+  return room;
 }
 
 int Network::stop(int rank, int domain, std::function<bool()> is_over) {

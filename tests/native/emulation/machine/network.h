@@ -32,8 +32,9 @@ class Network {
   // As network/rail.cuh has it.
   void put(int rank, int window, int domain, std::size_t to, std::size_t from,
            std::size_t num_bytes, int signal);
-  // Whether a rank may put; now and then something arrives before.
-  bool has_room(int rank, int domain);
+  // Up to which put in all there is room in a rank's queue; now and then something arrives before.
+  std::uint64_t places_taken(int rank, int domain);
+  std::uint64_t room_up_to(int rank, int domain, std::uint64_t end);
   // Nothing gets any further from a rank to a peer, which is returned, until `is_over()`.
   int stop(int rank, int domain, std::function<bool()> is_over);
   // The word of a signal; now and then something arrives before.
@@ -68,6 +69,7 @@ class Network {
   std::vector<std::vector<Window>> windows_;         // by rank
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
   std::map<int, std::deque<Put>> puts_;              // by source and target, in their order
+  std::map<int, std::uint64_t> num_put_;             // likewise
   int stopped_ = -1;                                 // of `puts_`
   std::function<bool()> is_stop_over_;
 };

@@ -12,8 +12,12 @@ struct Rail {
 };
 
 inline int queue_of(const Rail&, int domain) { return domain; }
-inline bool has_room(const Rail& rail, int domain, std::size_t) {
-  return rail.network->has_room(rail.rank, domain);
+inline std::uint64_t places_of(const Rail&, std::size_t, bool) { return 1; }
+inline std::uint64_t places_taken(const Rail& rail, int domain) {
+  return rail.network->places_taken(rail.rank, domain);
+}
+inline std::uint64_t room_up_to(const Rail& rail, int domain, std::uint64_t end) {
+  return rail.network->room_up_to(rail.rank, domain, end);
 }
 
 constexpr int kNoSignal = -1;

@@ -68,9 +68,6 @@ def use_gpu(local_rank: int) -> int:
 
     Ranks beyond the number of GPUs share them round-robin, where NCCL allows it.
 
-    Args:
-        local_rank: the rank's index on this machine.
-
     Returns:
         the GPU's index.
 

@@ -1,4 +1,4 @@
-#include "native/host/call.h"
+#include "native/host/call_signature.h"
 
 #include "common/error.h"
 

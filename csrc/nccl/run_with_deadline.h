@@ -9,7 +9,7 @@ namespace ncclep {
 // Calls `make` on a separate thread with `device` current, unless that is -1.  `poll` is called now
 // and then, and may throw.  Throws what `make` throws, and PeerError with the text `late` after
 // `timeout_s` seconds; the thread then keeps waiting, so `make` must own what it uses.
-void made_in_time(const std::function<void()>& make, const std::string& late, int device,
-                  double timeout_s, const std::function<void()>& poll);
+void run_with_deadline(const std::function<void()>& make, const std::string& late, int device,
+                       double timeout_s, const std::function<void()>& poll);
 
 }  // namespace ncclep

@@ -1,4 +1,4 @@
-#include "nccl/made_in_time.h"
+#include "nccl/run_with_deadline.h"
 
 #include <cuda_runtime.h>
 
@@ -14,8 +14,8 @@
 
 namespace ncclep {
 
-void made_in_time(const std::function<void()>& make, const std::string& late, int device,
-                  double timeout_s, const std::function<void()>& poll) {
+void run_with_deadline(const std::function<void()>& make, const std::string& late, int device,
+                       double timeout_s, const std::function<void()>& poll) {
   require(timeout_s > 0 && std::isfinite(timeout_s), "a deadline of ", timeout_s,
           " s: it must be positive");
   // Shared with the thread, which may outlive this call.

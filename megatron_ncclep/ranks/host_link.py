@@ -15,14 +15,14 @@ from megatron_ncclep import envs
 from megatron_ncclep.errors import GroupClosedError, InputError
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.logs import get_logger
-from megatron_ncclep.ranks import place
+from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.shared_memory import open_together
 
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
 # A process whose connections are closed may not be dead yet; seconds to wait until it is.
-DYING_S = 10.0
+DYING_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 0.005
 
 
@@ -81,10 +81,10 @@ class HostLink:
             the errors of `gather`; the link is not open then.
         """
         # Ranks that NCCL treats as on different hosts must not share memory either.
-        host_ids = gather(place.host_id())
+        host_ids = gather(topology.host_id())
         reason = _unavailable_reason()
-        if host_ids != place.host_id() * self.size:
-            reason = f"{place.HOST_ID} puts them on different hosts"
+        if host_ids != topology.host_id() * self.size:
+            reason = f"{topology.HOST_ID} puts them on different hosts"
         self._memory, reason = open_together(self.rank, self.size, reason, gather)
         self.is_open = True
         if self._memory is None and self.rank == 0:
@@ -143,7 +143,7 @@ class HostLink:
             self._memory.close()
         self._memory, self.is_open = None, False
 
-    def lost(self, wait_s: float = DYING_S) -> str:
+    def lost(self, wait_s: float = DYING_TIMEOUT_S) -> str:
         """Say which ranks have died or left, as far as shared memory shows; empty if none has.
 
         For use after a connection broke: it waits up to `wait_s` seconds for the process behind it

@@ -1,0 +1,3 @@
+"""Fixtures of several modules."""
+
+from fake_machine import machine  # noqa: F401

@@ -1,0 +1,122 @@
+"""What a release is made by: workflows, forms, and the check of its wheels."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_ncclep.engines import ENGINES
+from megatron_ncclep.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts")]
+
+import check_wheels  # noqa: E402
+
+WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))
+
+
+def loaded(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_name_what_is_there(path: Path) -> None:
+    """A renamed script or target would only be noticed when a release is made."""
+    text = re.sub(r"\$\{\{.*?\}\}", "", path.read_text())
+    loaded(path)
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in re.findall(r"run: make ([^\n]*)", text):
+        assert {word for word in command.split() if "=" not in word} <= targets
+    scripts = re.findall(r"\bscripts/\w+\.\w+", text)
+    used = re.findall(r"uses: \./(\S+)", text)
+    assert all((ROOT / name).exists() for name in (*scripts, *used))
+
+
+def test_what_ci_runs_is_what_a_visitor_sees() -> None:
+    """Every command of .ci/run is in a workflow; Slurm's are left out without Slurm."""
+    local = (ROOT / ".ci" / "run").read_text()
+    hosted = (ROOT / ".github/workflows/checks.yml").read_text()
+    wanted = set(re.findall(r"scripts/\w+\.sh", local)) - {"scripts/fetch_slurm.sh"}
+    wanted |= {f"make {targets}" for targets in re.findall(r"make ([a-z ]+) PYTHON", local)}
+    assert len(wanted) >= 4
+    assert {command for command in wanted if command not in hosted} == set()
+
+
+def test_a_report_has_what_a_bug_of_a_dispatcher_needs() -> None:
+    form = loaded(ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml")
+    fields = {field.get("id"): field for field in form["body"]}
+    for name in ("doctor", "layout", "engine", "command", "seen"):
+        assert fields[name]["validations"]["required"]
+    engines = fields["engine"]["attributes"]["options"]
+    assert {name for name in ENGINES if name != "auto"} <= set(engines)
+
+
+def test_versions_agree() -> None:
+    assert loaded(ROOT / "CITATION.cff")["version"] == __version__
+
+
+# --- scripts/check_wheels.py ---------------------------------------------------------------------
+
+CUDA_13, CUDA_12 = ("CUDA 13.0 for sm_90 compute_90", "CUDA 12.4 for sm_90 compute_90")
+TAGS = f"cp312-cp312-manylinux_2_28_{platform.machine()}"
+
+
+def made(folder: Path, built: str = CUDA_13, version: str = __version__, tags: str = TAGS) -> Path:
+    """A wheel whose two libraries were built so."""
+    source, library = folder / "built.c", folder / "built.so"
+    source.write_text(f'const char built[] = "{built}";')
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    path = folder / f"megatron_ncclep-{version}-{tags}.whl"
+    info = f"megatron_ncclep-{version}.dist-info/licenses"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in (f"{info}/LICENSE", f"{info}/NOTICE"):
+            archive.writestr(name, "")
+        for name in ("_C.so", "libncclep.so"):
+            archive.write(library, f"megatron_ncclep/{name}")
+    return path
+
+
+def test_wheels_go_where_they_are_taken(tmp_path: Path) -> None:
+    """An index refuses versions with `+`: those of CUDA 12 go beside the release."""
+    index = made(tmp_path)
+    beside = made(tmp_path, CUDA_12, f"{__version__}+cu12")
+    assert check_wheels.look(index) == (platform.machine(), "3.12", CUDA_13)
+    assert check_wheels.look(beside) == (platform.machine(), "3.12", CUDA_12)
+    check_wheels.sort_into(tmp_path / "upload", [index, beside], check_wheels.notes(None))
+    assert [path.name for path in (tmp_path / "upload/index").iterdir()] == [index.name]
+    assert (tmp_path / "upload/release" / beside.name).exists()
+    sums = (tmp_path / "upload/release/SHA256SUMS").read_text()
+    assert [line.split()[1] for line in sums.splitlines()] == [index.name, beside.name]
+    assert "The first release" in (tmp_path / "upload/notes.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"built": CUDA_12}, "it was built with"),
+        ({"version": f"{__version__}+cu12"}, "it was built with"),
+        ({"built": ""}, "it was built with set()"),
+        ({"version": "9.9.9"}, f"the tree's version is {__version__}"),
+        ({"tags": "cp312-cp312-manylinux_2_28_riscv64"}, "its code is for"),
+    ],
+)
+def test_wheels_that_must_not_be_uploaded(
+    changes: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=re.escape(problem)):
+        check_wheels.look(made(tmp_path, **changes))
+
+
+def test_no_release_before_its_date_and_address() -> None:
+    for tag, problem in (("v9.9.9", "is not v"), (f"v{__version__}", "no date for|replace")):
+        with pytest.raises(SystemExit, match=problem):
+            check_wheels.notes(tag)
