@@ -43,15 +43,13 @@ extern "C" {
 
 /* Limits. */
 #define NCCLEP_MAX_RANKS 512
-#define NCCLEP_MAX_LOCAL_RANKS                                                                     \
-  72                                 /* of one NVLink domain; 32 on GPUs older than sm_100, and in \
-                                        low-latency mode */
-#define NCCLEP_MAX_DOMAINS 64        /* of NVLink */
-#define NCCLEP_MAX_EXPERTS 4096      /* of the group */
-#define NCCLEP_MAX_LOCAL_EXPERTS 512 /* of a rank */
-#define NCCLEP_MAX_TOKENS 65536      /* of a rank */
-#define NCCLEP_MAX_TOP_K 32          /* assignments of a token */
-#define NCCLEP_MAX_ALIGNMENT 256     /* rows */
+#define NCCLEP_MAX_LOCAL_RANKS 72     /* of one NVLink domain, from sm_100 on; otherwise 32 */
+#define NCCLEP_MAX_DOMAINS 64         /* of NVLink */
+#define NCCLEP_MAX_EXPERTS 4096       /* of the group */
+#define NCCLEP_MAX_LOCAL_EXPERTS 512  /* of a rank */
+#define NCCLEP_MAX_TOKENS 65536       /* of a rank */
+#define NCCLEP_MAX_TOP_K 32           /* assignments of a token */
+#define NCCLEP_MAX_ALIGNMENT 256      /* rows */
 #define NCCLEP_LOW_LATENCY_TOKENS 512 /* of a rank, in low-latency mode */
 #define NCCLEP_MAX_DIMS 4             /* of a tensor */
 
@@ -181,8 +179,7 @@ typedef struct {
   const char* growth; /* what grew when the windows were last made, such as "tokens 0 -> 128"; valid
                          until they are made again */
   int num_domains;    /* NVLink domains that the ranks are in; since 1.01 */
-  int num_token_routes; /* of a plan, for each token: 4 where an NVLink domain has up to 32 ranks;
-                           since 1.01 */
+  int num_token_routes; /* rows of a plan's token routes, 4 for up to 32 ranks; since 1.01 */
 } ncclepGroupInfo_t;
 #define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, 0}
 

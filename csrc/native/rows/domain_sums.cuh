@@ -7,8 +7,7 @@
 //
 // Every warp first takes part in the sums of the domain, and only then in those over domains: these
 // wait for other ranks, whose sums may wait for the former.  With rounds (rails/rounds.cuh) it
-// makes the domain's sums of the next round before those over domains, which wait for the network:
-// then that has what to send.
+// makes the domain's sums of the next round before those over domains, which wait for the network.
 //
 // Why nothing is overwritten that is still needed, by another combine: what a rank sends or puts to
 // another one, and what it, or another rank of its domain, prepares to be put there, is written

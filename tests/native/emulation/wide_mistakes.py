@@ -34,7 +34,8 @@ MISTAKES = {
         "rails.most_tokens",
         "wide-rails-many", 66, "plan: ranks of node token"),
     "wide: rails: sums of ranks after the first 32 are added up before they are there": (
-        "native/rows/domain_sums.cuh", "(«!is_part[group]» || wait_for(", "group > 0 || !is_part[group]",
+        "native/rows/domain_sums.cuh", "is_here && («!is_part[group]» ||",
+        "group > 0 || !is_part[group]",
         "wide-rails-many", 66, "combine: "),
 }
 # fmt: on
