@@ -29,7 +29,7 @@ HERE = Path(__file__).parent / "emulation"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 PROGRAMS = {"narrow": 1, "wide": 3}  # and NCCLEP_RANK_GROUPS (csrc/native/state.h)
-SEQUENCE_S = 60.0  # at most, on a slow and busy node
+SEQUENCE_S = 240.0  # at most, on a slow and busy node
 MOST_SEQUENCES = 128  # until a mistake is noticed; two show in only one of about a hundred
 
 Ended = Future[subprocess.CompletedProcess[str]]

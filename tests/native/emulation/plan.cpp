@@ -26,7 +26,7 @@ void Rows::plan(int rank, int number) {
   OfRank& mine = ranks_[rank];
   Plan& plan = mine.plans[steps_[number].plan];
   const int top_k = routing.top_k, num_tokens = routing.num_tokens[rank];
-  const int local = sizes.local, sms = between(1, kSms);
+  const int local = sizes.local, sms = between(1, sizes.ranks > 40 ? 2 : kSms);
   const bool is_static = routing.limit > 0, drops = is_static && routing.may_drop;
   put_indices(plan, routing, rank);
   plan.counts.emplace(8 * (2 * local + 1), kGarbage);
