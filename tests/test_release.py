@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 import yaml
 
 from megatron_ncclep.engines import ENGINES
@@ -62,6 +64,44 @@ def test_a_report_has_what_a_bug_of_a_dispatcher_needs() -> None:
 
 def test_versions_agree() -> None:
     assert loaded(ROOT / "CITATION.cff")["version"] == __version__
+
+
+# --- setup.py ------------------------------------------------------------------------------------
+
+NVCC = """#!/bin/sh
+for last in "$@"; do [ "$before" != -o ] || output=$last; before=$last; done
+echo "$output" >>"$(dirname "$0")/calls"
+echo object >"$output"
+[ ! -e "$(dirname "$0")/fails" ]
+"""
+
+
+def test_wheels_of_several_pythons_share_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The four wheels of a release compiled all kernels four times, and said nothing meanwhile."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text(NVCC)
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    (tmp_path / "bin" / "fails").touch()
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
+    build = runpy.run_path(str(ROOT / "setup.py"))["BuildExtension"]
+    source = ROOT / "csrc" / "native" / "plan" / "plan.cu"
+
+    def compile_it(forced: bool = False) -> Path:
+        return Path(build.compile_kernels(None, tmp_path, [], tmp_path / "objects", forced, source))
+
+    with pytest.raises(subprocess.CalledProcessError):
+        compile_it()
+    assert not list(tmp_path.glob("objects/**/plan.cu.o"))  # it would look finished
+    (tmp_path / "bin" / "fails").unlink()
+    made = [compile_it(), compile_it(), compile_it(forced=True)]
+    assert {path.relative_to(tmp_path / "objects") for path in made} == {
+        Path("native/plan/plan.cu.o")
+    }
+    assert made[0].read_text() == "object\n"
+    assert len((tmp_path / "bin" / "calls").read_text().splitlines()) == 3
+    assert capsys.readouterr().out.count("csrc/native/plan/plan.cu: ") == 2
 
 
 # --- scripts/check_wheels.py ---------------------------------------------------------------------

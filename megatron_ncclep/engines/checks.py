@@ -115,9 +115,7 @@ def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
     That is an index that is neither an expert nor `NOT_ROUTED` (`TOO_MANY_EXPERTS` included), or an
     expert that a token names twice.
     """
-    ordered = topk_idx.sort(dim=1).values
-    is_wrong = (ordered < NOT_ROUTED) | (ordered >= num_experts)
-    is_wrong[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+    ordered, is_wrong = wrong_indices(topk_idx, num_experts)
     if not is_wrong.any():
         return None
     too_many = topk_idx == TOO_MANY_EXPERTS
@@ -137,6 +135,14 @@ def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
         )
     token, slot = _first(is_wrong)
     return f"token {token} names expert {int(ordered[token, slot])} twice: name it once"
+
+
+def wrong_indices(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's indices in ascending order, and which of them are wrong.  Does not wait."""
+    ordered = topk_idx.sort(dim=1).values
+    is_wrong = (ordered < NOT_ROUTED) | (ordered >= num_experts)
+    is_wrong[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+    return ordered, is_wrong
 
 
 def _first(is_wrong: torch.Tensor) -> list[int]:

@@ -130,10 +130,6 @@ class RoutePlan(Uncopied):
         values = (getattr(self, f.name) for f in fields(self))
         return [v for v in values if isinstance(v, torch.Tensor)]
 
-    def nbytes(self) -> int:
-        """Bytes of device memory that the plan keeps alive."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def tokens_per_expert_on_host(self) -> torch.Tensor:
         """Return `tokens_per_expert` as a CPU tensor; waits for the plan, not for other work."""
         return self.tokens_per_expert.cpu()

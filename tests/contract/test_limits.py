@@ -15,18 +15,16 @@ from contract_cases import contract_cases
 from rank_pool import RankContext, RankPool
 
 from megatron_ncclep.benchmark.cases import Case, refusal
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import ENGINES, EngineEntry
-from megatron_ncclep.engines.engine import EVERY_PART_ROUNDED, EngineCaps
+from megatron_ncclep.engines.engine import SOURCE_PART_UNROUNDED, EngineCaps
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
-from megatron_ncclep.ranks.group import EpGroup
 
 # A stand-in on the CPU for engines that need a GPU.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]
 
 CAPS = EngineCaps(
     name="restricted",
-    reduction=EVERY_PART_ROUNDED,
+    reduction=SOURCE_PART_UNROUNDED,
     payload_dtypes=(torch.bfloat16, torch.float16, torch.float32),
     row_bytes_multiple=16,
     options=frozenset({"alignment", "timeout_s"}),  # no max_recv_rows
@@ -40,9 +38,7 @@ CAPS = EngineCaps(
 class RestrictedEngine(ReferenceEngine):
     """The reference engine with other caps, which its own checks enforce."""
 
-    def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
-        super().__init__(group, num_experts, config, CAPS.reduction)
-        self.caps = CAPS
+    caps = CAPS
 
 
 ENTRY = EngineEntry(CAPS, RestrictedEngine, lambda group, config, num_experts: None)

@@ -13,6 +13,7 @@ from run_case import Sums, fitted, opened, oracle_of, run_case
 
 from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.nccl_ep.staging import Route
 
 WEIGHT_DTYPE = {torch.float64: torch.float64}
 
@@ -130,12 +131,20 @@ def test_all_steps_are_the_oracles(pool: RankPool, engine_name: str, contract_ca
     assert_sums(case, engine_name, combined)
 
 
+def bytes_held(plan: Any) -> int:
+    """Of all tensors that a plan keeps alive, also through its own objects."""
+    if isinstance(plan, torch.Tensor):
+        return plan.nbytes
+    own = vars(plan).values() if isinstance(plan, RoutePlan | Route) else ()
+    return sum(map(bytes_held, own))
+
+
 def plan_bytes_on_rank(ctx: RankContext, case: Case, engine_name: str) -> int:
     with opened(ctx, case, engine_name) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
         # An engine may find out only now how long the rows are.
         engine.dispatch(plan, case.rows(ctx.rank, plan.num_tokens, salt=2))
-        return plan.nbytes()
+        return bytes_held(plan)
 
 
 def test_a_plan_is_small(pool: RankPool, engine_name: str) -> None:

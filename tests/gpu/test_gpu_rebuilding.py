@@ -85,9 +85,9 @@ def models_on_rank(
         free.append(free_bytes())
         seen.append(held())
         engine: Any = train(ctx, engine_name)
-        had = engine.nbytes()
+        had = engine._native.num_bytes
         parallel_state.destroy_model_parallel()
-        windows.append((had, engine.nbytes()))
+        windows.append((had, engine._native.num_bytes))
         del engine
     return free, growth(seen), windows
 

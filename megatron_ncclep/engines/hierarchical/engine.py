@@ -47,6 +47,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_ncclep.config import DROP, EpConfig
+from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
     BY_RAIL,
@@ -145,11 +146,11 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         assignment_node = topk_idx.div(self._experts_of_node, rounding_mode="floor")
         assignment_node = assignment_node.where(is_expert, NOT_ROUTED)
         node = torch.arange(self.nodes.count, device=topk_idx.device)[:, None, None]
-        is_there = assignment_node == node  # [nodes, num_tokens, top_k]
-        crossing = self._crossing(is_there.any(dim=2), most_tokens)
+        is_on_node = assignment_node == node  # [nodes, num_tokens, top_k]
+        crossing = self._crossing(is_on_node.any(dim=2), most_tokens)
 
         assignments = topk_idx - node * self._experts_of_node
-        assignments = assignments.where(is_there, self._assignments_elsewhere(topk_idx)).int()
+        assignments = assignments.where(is_on_node, self._assignments_elsewhere(topk_idx)).int()
         what = "plan, exchanging assignments between nodes"
         crossed = self._start(
             crossing.rows_of(assignments), (crossing.sent, crossing.received), what
@@ -179,7 +180,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             engine=engine,
             most_tokens=most_tokens,
             sent_token=crossing.token,
-            place=crossing.place,
+            message_index=crossing.message_index,
             assignment_node=assignment_node.int(),
             tokens_sent=crossing.sent,
             tokens_received=crossing.received,
@@ -250,7 +251,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         for piece in pieces:
             messages = crossing.pop(0).finish(self._waits)
             values = topk_w if piece.first == 0 else None
-            add_up(messages, piece, plan.place, out, plan.assignment_node, values)
+            add_up(messages, piece, plan.message_index, out, plan.assignment_node, values)
         self._end_call("combine")
         return out, topk_w
 
@@ -296,9 +297,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         Tokens with an invalid routing that no host has checked get an invalid one, so that all
         nodes report it.
         """
-        ordered = topk_idx.sort(dim=1).values
-        is_wrong = (topk_idx < NOT_ROUTED) | (topk_idx >= self.num_experts)
-        is_wrong[:, 1:] |= (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NOT_ROUTED)
+        _, is_wrong = checks.wrong_indices(topk_idx, self.num_experts)
         wrong = is_wrong.any(dim=1, keepdim=True)
         return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
 

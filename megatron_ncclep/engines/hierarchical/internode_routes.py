@@ -20,13 +20,13 @@ class Crossing:
 
     Attributes:
         token: int32 [messages]: the token of each message; None: every token has one to every node.
-        place: int32 [nodes, num_tokens]: see `HierarchicalPlan`.
+        message_index: int32 [nodes, num_tokens]: see `HierarchicalPlan`.
         sent: number of messages to each node.
         received: number of messages from each node.
     """
 
     token: torch.Tensor | None
-    place: torch.Tensor
+    message_index: torch.Tensor
     sent: list[int]
     received: list[int]
 
@@ -38,7 +38,7 @@ class Crossing:
         """
         count, num_tokens, top_k = assignments.shape
         if self.token is not None:
-            return assignments[self.place >= 0]
+            return assignments[self.message_index >= 0]
         padded = assignments.new_full((count, self.sent[0], top_k), NOT_ROUTED)
         padded[:, :num_tokens] = assignments
         return padded.view(-1, top_k)
@@ -54,9 +54,9 @@ def all_cross(needed: torch.Tensor, most_tokens: int) -> Crossing:
     count, num_tokens = needed.shape
     start = torch.arange(count, dtype=torch.int32, device=needed.device) * most_tokens
     token = torch.arange(num_tokens, dtype=torch.int32, device=needed.device)
-    place = torch.where(needed, start[:, None] + token, NO_MESSAGE)
+    message_index = torch.where(needed, start[:, None] + token, NO_MESSAGE)
     sizes = [most_tokens] * count
-    return Crossing(None, place, sizes, sizes)
+    return Crossing(None, message_index, sizes, sizes)
 
 
 def needed_cross(needed: torch.Tensor, sent: list[int], received: list[int]) -> Crossing:

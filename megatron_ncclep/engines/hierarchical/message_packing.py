@@ -122,7 +122,7 @@ def unpack(
 def add_up(
     messages: torch.Tensor,
     piece: Piece,
-    place: torch.Tensor,
+    message_index: torch.Tensor,
     out: torch.Tensor,
     assignment_node: torch.Tensor | None,
     topk_w: torch.Tensor | None,
@@ -135,7 +135,7 @@ def add_up(
         messages: uint8 [num_messages, message_bytes]: sums of the nodes, and values of
             assignments.
         piece: the piece of a row in each message.
-        place: int32 [nodes, num_tokens]: the message of each node for each token; -1: none.
+        message_index: int32 [nodes, num_tokens]: the message of each node for each token; -1: none.
         out: [num_tokens, hidden]; only the piece is written.
         assignment_node: int32 [num_tokens, top_k]: the node of each assignment, otherwise -1;
             None where messages have no values.
@@ -144,12 +144,14 @@ def add_up(
     """
     if (kernels := extension.kernels_on(messages.device)) is not None:
         stream = extension.current_stream()
-        kernels.add_up_messages(messages, place, out, *piece, assignment_node, topk_w, stream)
+        kernels.add_up_messages(
+            messages, message_index, out, *piece, assignment_node, topk_w, stream
+        )
         return
     total = out.new_zeros(len(out), piece.size // out.itemsize, dtype=torch.float32)
     if len(messages):
         sums = messages[:, : piece.size].contiguous().view(out.dtype)
-        for at in place:
+        for at in message_index:
             there = (at >= 0)[:, None]
             total = torch.where(there, total + sums[at.clamp(min=0)].float(), total)
     out[:, piece.numbers(out.dtype)] = total.to(out.dtype)
@@ -159,6 +161,6 @@ def add_up(
     end = piece.size + 4 * topk_w.shape[1]
     if len(messages):
         values = messages[:, piece.size : end].contiguous().view(torch.float32)
-        for node, at in enumerate(place):
-            is_there = assignment_node == node
-            topk_w.copy_(torch.where(is_there, values[at.clamp(min=0)], topk_w))
+        for node, at in enumerate(message_index):
+            is_on_node = assignment_node == node
+            topk_w.copy_(torch.where(is_on_node, values[at.clamp(min=0)], topk_w))

@@ -19,7 +19,7 @@ class HierarchicalPlan(RoutePlan):
         most_tokens: the most tokens of any rank; in static mode, the number that fits.
         sent_token: int32 [tokens sent]: by node, then token; None in static mode, where all tokens
             are sent.
-        place: int32 [nodes, num_tokens]: the index of a token's message to a node among all
+        message_index: int32 [nodes, num_tokens]: the index of a token's message to a node among all
             messages; -1: the token has no assignments there.
         assignment_node: int32 [num_tokens, top_k]: the node of each assignment; -1: not
             routed.
@@ -31,14 +31,10 @@ class HierarchicalPlan(RoutePlan):
     engine: Engine
     most_tokens: int
     sent_token: torch.Tensor | None
-    place: torch.Tensor
+    message_index: torch.Tensor
     assignment_node: torch.Tensor
     tokens_sent: list[int]
     tokens_received: list[int]
-
-    def nbytes(self) -> int:
-        """See `RoutePlan.nbytes`; `counts` are the inner plan's."""
-        return super().nbytes() - self.counts.nbytes + self.inside.nbytes()
 
     def tokens_per_expert_on_host(self) -> torch.Tensor:
         """See `RoutePlan.tokens_per_expert_on_host`."""

@@ -214,11 +214,6 @@ class NativeEngine(EngineBase[NativePlan]):
         """Release the windows, which the group's last engine frees."""
         self.group.resources.release(self._name, self.timeout_s)
 
-    def nbytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds; all engines of the group share it."""
-        num_bytes: int = self._native.num_bytes
-        return num_bytes
-
     def _describe(self, call: RowsCall) -> None:
         """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
         kind = (call.row_bytes, call.plan.top_k)

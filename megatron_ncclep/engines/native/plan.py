@@ -55,10 +55,6 @@ class NativePlan(RoutePlan):
         self.shared.raise_failure()
         return rows
 
-    def nbytes(self) -> int:
-        """Bytes of device memory that the plan keeps alive."""
-        return self.counts.nbytes + self.token_routes.nbytes + self.routes.nbytes
-
 
 class PlanCapacity(NamedTuple):
     """The capacity of a plan's memory.

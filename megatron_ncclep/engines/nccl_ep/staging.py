@@ -44,10 +44,6 @@ class Route:
         self.memory: torch.Tensor | None = None
         self.staged: Any = None
 
-    def nbytes(self) -> int:
-        """Bytes of device memory that the handle keeps alive."""
-        return 0 if self.memory is None else self.memory.nbytes
-
 
 @dataclass(eq=False)
 class NcclEpPlan(RoutePlan):
@@ -69,10 +65,6 @@ class NcclEpPlan(RoutePlan):
     num_used: int
     num_staged_tokens: int
     route: Route
-
-    def nbytes(self) -> int:
-        """Bytes of device memory that the plan keeps alive."""
-        return super().nbytes() - self.host_counts.nbytes + self.route.nbytes()
 
     def tokens_per_expert_on_host(self) -> torch.Tensor:
         """Return `tokens_per_expert` as a CPU tensor; does not wait."""

@@ -67,8 +67,7 @@ class Numbers {
  public:
   explicit Numbers(ncclep::DType dtype) : dtype_(dtype) {}
   static Numbers of_any_dtype() {
-    return Numbers(
-        emu::one_of({ncclepFloat32, ncclepBfloat16, ncclepFloat16}));
+    return Numbers(emu::one_of({ncclepFloat32, ncclepBfloat16, ncclepFloat16}));
   }
 
   ncclep::DType dtype() const { return dtype_; }
@@ -79,12 +78,12 @@ class Numbers {
     std::memcpy(&bits_of_half, &half, sizeof(half));
     return dtype_ == ncclepFloat16    ? bits_of_half
            : dtype_ == ncclepBfloat16 ? __float2bfloat16_rn(number).bits
-                                                : __float_as_uint(number);
+                                      : __float_as_uint(number);
   }
   float round(float number) const {
     return dtype_ == ncclepFloat16    ? static_cast<float>(static_cast<__half>(number))
            : dtype_ == ncclepBfloat16 ? __bfloat162float(__float2bfloat16_rn(number))
-                                                : number;
+                                      : number;
   }
   std::uint32_t get(const char* first, std::size_t i) const {
     std::uint32_t number = 0;  // little-endian

@@ -169,8 +169,8 @@ std::uint64_t Rows::call_of(int number, bool differs) const {
   const std::uint64_t plan = sizes.starts.numbers_of_plans + step.plan;
   return call_of_rows(is_dispatch ? Phase::kDispatch : Phase::kCombine,
                       other < 4 ? plan : plan ^ 1 << (other - 4),
-                      other == 1 ? ncclepUint8 : step.dtype,
-                      step.row_bytes + 16 * (other == 2), step.has_weights != (other == 3));
+                      other == 1 ? ncclepUint8 : step.dtype, step.row_bytes + 16 * (other == 2),
+                      step.has_weights != (other == 3));
 }
 
 void Rows::dispatch(int rank, int number) {
