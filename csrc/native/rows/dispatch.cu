@@ -73,7 +73,7 @@ template <typename R>
 __device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int ctas = gridDim.x, num_ranks = me.control.num_ranks;
-  const bool shares_sources = R::kAreThere && num_ranks > kMaxLocalRanks;
+  const bool shares_sources = R::kAreThere && num_ranks > kWarpSize;
   const int step = (shares_sources ? 1 : ctas) * kWarpSize,
             start = (shares_sources ? 0 : blockIdx.x * kWarpSize) + threadIdx.x % kWarpSize;
   for (int source = shares_sources ? blockIdx.x : 0; source < num_ranks;
@@ -331,10 +331,12 @@ void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num
 
 }  // namespace
 
-std::size_t dispatch_shared_bytes() {
+template <>
+std::size_t dispatch_shared_bytes<kRankGroups>() {
   return shared_bytes_of("dispatch", dispatch_kernel<NoRails>, kRingBytes);
 }
 
+template <>
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {
   with_rails(rails, [&](const auto& way) { launch_dispatch(me, arguments, num_sms, stream, way); });
