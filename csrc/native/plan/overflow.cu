@@ -296,26 +296,22 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
 }
 
-template <typename R>
-void launch_drop(const KernelContext& me, const Drop& arguments, const PlanScratch& scratch,
-                 int num_sms, std::uintptr_t stream, const R& rails) {
-  const auto kernel =
-      arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
-  const TokenPartition partition =
-      partition_tokens(arguments.num_tokens, arguments.top_k, me, num_sms);
-  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_bytes() + Shared::num_bytes(partition), stream, me, arguments,
-                       scratch, partition, rails);
-}
-
 }  // namespace
 
 template <>
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                             const Rails* rails) {
-  with_rails(rails,
-             [&](const auto& way) { launch_drop(me, arguments, scratch, num_sms, stream, way); });
+  const TokenPartition partition =
+      partition_tokens(arguments.num_tokens, arguments.top_k, me, num_sms);
+  with_rails(rails, [&](const auto& way) {
+    using R = std::decay_t<decltype(way)>;
+    const auto kernel =
+        arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
+    launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
+                         partition.tile_bytes() + Shared::num_bytes(partition), stream, me,
+                         arguments, scratch, partition, way);
+  });
 }
 
 }  // namespace ncclep::native

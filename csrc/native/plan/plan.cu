@@ -418,19 +418,6 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   finish(me, rails, plan, scratch, plans, entry, epoch);
 }
 
-template <typename R>
-void launch_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t stream, const R& rails) {
-  const auto kernel =
-      arguments.is_int64 ? count_kernel<std::int64_t, R> : count_kernel<std::int32_t, R>;
-  const int num_tokens = arguments.num_tokens;
-  require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
-  const TokenPartition partition = partition_tokens(num_tokens, arguments.top_k, me, num_sms);
-  launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_bytes() + Shared::num_bytes(partition), stream, me, arguments,
-                       scratch, partition, rails);
-}
-
 }  // namespace
 
 template <>
@@ -442,8 +429,17 @@ std::size_t plan_shared_bytes<kRankGroups>() {
 template <>
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
                 int num_sms, std::uintptr_t stream, const Rails* rails) {
-  with_rails(rails,
-             [&](const auto& way) { launch_count(me, arguments, scratch, num_sms, stream, way); });
+  const int num_tokens = arguments.num_tokens;
+  require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
+  const TokenPartition partition = partition_tokens(num_tokens, arguments.top_k, me, num_sms);
+  with_rails(rails, [&](const auto& way) {
+    using R = std::decay_t<decltype(way)>;
+    const auto kernel =
+        arguments.is_int64 ? count_kernel<std::int64_t, R> : count_kernel<std::int32_t, R>;
+    launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
+                         partition.tile_bytes() + Shared::num_bytes(partition), stream, me,
+                         arguments, scratch, partition, way);
+  });
 }
 
 }  // namespace ncclep::native

@@ -352,22 +352,6 @@ auto kernel_for(bool has_parts) {
 // Also with rings, whose bytes are `rings`.
 std::size_t shared_bytes(std::size_t rings) { return std::max(sizeof(AddUpRing) * kWarps, rings); }
 
-template <typename R>
-void launch_combine(const KernelContext& me, const Combine& arguments, int num_sms,
-                    std::uintptr_t stream, const R& rails) {
-  const bool has_parts = me.rank > 1;
-  const auto kernel = arguments.dtype == ncclepBfloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
-                      : arguments.dtype == ncclepFloat16 ? kernel_for<__half, R>(has_parts)
-                                                         : kernel_for<float, R>(has_parts);
-  const RingShape shape = sending_ring_shape(arguments.row_bytes);
-  const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
-                                           arguments.row_bytes, me.control.num_domains);
-  Combine job = arguments;
-  job.round_tokens = me.control.round_tokens();
-  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
-                       shared_bytes(shape.shared_bytes()), stream, me, job, shape, split, rails);
-}
-
 }  // namespace
 
 template <>
@@ -379,7 +363,20 @@ std::size_t combine_shared_bytes<kRankGroups>() {
 template <>
 void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
              const Rails* rails) {
-  with_rails(rails, [&](const auto& way) { launch_combine(me, arguments, num_sms, stream, way); });
+  const bool has_parts = me.rank > 1;
+  const RingShape shape = sending_ring_shape(arguments.row_bytes);
+  const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
+                                           arguments.row_bytes, me.control.num_domains);
+  Combine job = arguments;
+  job.round_tokens = me.control.round_tokens();
+  with_rails(rails, [&](const auto& way) {
+    using R = std::decay_t<decltype(way)>;
+    const auto kernel = job.dtype == ncclepBfloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
+                        : job.dtype == ncclepFloat16 ? kernel_for<__half, R>(has_parts)
+                                                     : kernel_for<float, R>(has_parts);
+    launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
+                         shared_bytes(shape.shared_bytes()), stream, me, job, shape, split, way);
+  });
 }
 
 }  // namespace ncclep::native

@@ -316,19 +316,6 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
 }
 
-template <typename R>
-void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
-                     std::uintptr_t stream, const R& rails) {
-  // With several domains warps beyond the rings pass on what comes from the others.
-  const RingShape shape =
-      R::kAreThere ? sending_ring_shape(arguments.row_bytes) : ring_shape(arguments.row_bytes);
-  const DispatchSplit split = split_dispatch(num_sms);
-  Dispatch job = arguments;
-  job.round_tokens = me.control.round_tokens();
-  launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
-                       shape.shared_bytes(), stream, me, job, shape, split, rails);
-}
-
 }  // namespace
 
 template <>
@@ -339,7 +326,17 @@ std::size_t dispatch_shared_bytes<kRankGroups>() {
 template <>
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {
-  with_rails(rails, [&](const auto& way) { launch_dispatch(me, arguments, num_sms, stream, way); });
+  // With several domains warps beyond the rings pass on what comes from the others.
+  const int row_bytes = arguments.row_bytes;
+  const RingShape shape = rails != nullptr ? sending_ring_shape(row_bytes) : ring_shape(row_bytes);
+  const DispatchSplit split = split_dispatch(num_sms);
+  Dispatch job = arguments;
+  job.round_tokens = me.control.round_tokens();
+  with_rails(rails, [&](const auto& way) {
+    launch_cooperatively("dispatch", dispatch_kernel<std::decay_t<decltype(way)>>, num_sms,
+                         kWarps * kWarpSize, shape.shared_bytes(), stream, me, job, shape, split,
+                         way);
+  });
 }
 
 }  // namespace ncclep::native
