@@ -39,6 +39,9 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 EXTENSION = "megatron_ncclep._C"
 LIBRARY = "megatron_ncclep.libncclep"
+# The kernels for NVLink domains of more than 32 GPUs, and the oldest architecture that has such:
+# they are the other kernels once more, so a library for older GPUs would be twice as large.
+WIDE, WIDE_FROM = SOURCES / "native" / "wide", 100
 NCCL_VERSION = (2, 30, 7)  # of the headers, at least: what is compiled with them needs no older one
 
 
@@ -88,8 +91,8 @@ def nccl_headers():
     return None, ""
 
 
-def targets(version):
-    """nvcc's targets: its -gencode options, and the names of the code that they make."""
+def targets(version, least=0):
+    """nvcc's targets from `least` on: its -gencode options, and the names of what they make."""
     asked = os.environ.get("NCCLEP_CUDA_ARCHITECTURES", "").split()
     options, names = [], []
     for architecture in asked or ["90+PTX", *(["100"] if version >= (12, 8) else [])]:
@@ -98,6 +101,8 @@ def targets(version):
             raise SystemExit(
                 f"NCCLEP_CUDA_ARCHITECTURES: {architecture!r}: write 90, or 90+PTX for PTX too"
             )
+        if int(re.sub(r"\D", "", number) or least) < least:
+            continue
         made = [f"sm_{number}", *([f"compute_{number}"] if ptx else [])]
         options += ["-gencode", f"arch=compute_{number},code=[{','.join(made)}]"]
         names += made
@@ -118,28 +123,35 @@ class BuildExtension(build_ext):
         home = cuda_home()
         version = toolkit_version(home)
         options, names = targets(version)
+        wide, _ = targets(version, WIDE_FROM)
         dotted, names = "{}.{}".format(*version), " ".join(names)
-        include, nccl = nccl_headers()
+        (include, nccl), headers = nccl_headers(), []
         if include is not None:
-            options += ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
+            headers = ["-I", str(include), "-DNCCLEP_NCCL_HEADERS"]
         library, extension = self.extensions
         forced = self.force
         if self.is_built(library, extension, f"CUDA {dotted} for {names} with NCCL {nccl}"):
             return
-        # The largest first: they take longest, and if they came last a core would be idle.
-        kernels = sorted(SOURCES.rglob("*.cu"), key=lambda path: -path.stat().st_size)
+        # The largest first, and what includes them: they take longest, and if they came last a core
+        # would be idle.
+        kernels = sorted(
+            SOURCES.rglob("*.cu"), key=lambda path: (path.parent != WIDE, -path.stat().st_size)
+        )
+        kernels = [path for path in kernels if wide or path.parent != WIDE]
         # Kernels know nothing of Python: wheels for several Pythons share their objects.
         name = re.sub(r"[^\w.]+", "-", f"kernels {self.plat_name} {dotted} {names} {nccl}")
         folder = Path(self.build_temp).parent / name.strip("-")
         print(f"compiling {len(kernels)} files with CUDA {dotted}", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            make = partial(self.compile_kernels, home, options, folder, forced)
-            objects = list(pool.map(make, kernels))
+            commands = [headers + (wide if path.parent == WIDE else options) for path in kernels]
+            make = partial(self.compile_kernels, home, folder, forced)
+            objects = list(pool.map(make, commands, kernels))
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
                 ("NCCLEP_ARCHITECTURES", f'"{names}"'),
                 ("NCCLEP_NCCL_VERSION", f'"{nccl}"'),
+                *([("NCCLEP_WIDE_DOMAINS", "1")] if wide else []),
             ]
             ext.include_dirs += [str(SOURCES), str(home / "include")]
             # Toolkits from pip have their libraries in lib/.
@@ -169,10 +181,11 @@ class BuildExtension(build_ext):
             print(f"{files[1]} is newer than its sources")
         return not self.force
 
-    def compile_kernels(self, home, options, folder, forced, source):
+    def compile_kernels(self, home, folder, forced, options, source):
         """Compile one .cu file to an object file, if it is older than the sources."""
         target = folder / source.relative_to(SOURCES).with_suffix(".cu.o")
-        newest = max(path.stat().st_mtime for path in [source, *SOURCES.rglob("*.*h")])
+        includes = SOURCES.rglob("*.*[hu]" if source.parent == WIDE else "*.*h")
+        newest = max(path.stat().st_mtime for path in [source, *includes])
         if forced or not target.exists() or target.stat().st_mtime < newest:
             target.parent.mkdir(parents=True, exist_ok=True)
             unfinished = target.with_suffix(".part.o")  # an interrupted one must not look finished

@@ -202,7 +202,8 @@ class NetworkModel:
         )
         # PlanBuffers: `counts` and `token_routes`.
         counts = 8 * (2 * self.num_experts // ranks + 1)
-        memory["plan"] = memory.pop("routes") + counts + 16 * self.num_tokens
+        token_routes = 4 * memory.pop("token_routes") * self.num_tokens
+        memory["plan"] = memory.pop("routes") + counts + token_routes
         memory["low_latency"] = sum(
             native.low_latency_bytes(
                 **group,
@@ -213,6 +214,7 @@ class NetworkModel:
                 num_scales=0,
             )
             for most in MOST_TOKENS
+            if self.ranks_on_each <= native.NARROW_LOCAL_RANKS  # more have no low-latency mode
         )
         return memory
 

@@ -12,6 +12,7 @@ CHUNK: int
 PHASES: int
 MAX_RANKS: int
 MAX_LOCAL_RANKS: int
+NARROW_LOCAL_RANKS: int
 MAX_DOMAINS: int
 MAX_EXPERTS: int
 MAX_LOCAL_EXPERTS: int
@@ -175,6 +176,8 @@ class GroupHandle:
         self, timeout_s: float, num_tokens: int, top_k: int, row_bytes: int
     ) -> bool | None: ...
     def close(self) -> None: ...
+    @property
+    def num_token_routes(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
     @property

@@ -133,6 +133,9 @@ void bind_group(py::module_& module) {
            "all_gather"_a)
       .def("begin", &begin, "timeout_s"_a, "num_tokens"_a, "top_k"_a, "row_bytes"_a)
       .def("close", &Group::close, Unlocked())
+      // Rows of a plan's token routes.
+      .def_property_readonly("num_token_routes",
+                             [](const Group& group) { return group.info().num_token_routes; })
       .def_property_readonly("num_bytes", &Group::num_bytes)
       .def_property_readonly("max_tokens",
                              [](const Group& group) { return group.info().max_tokens; })
@@ -294,7 +297,7 @@ void bind_descriptions(py::module_& module) {
       "num_ctas"_a, "num_ranks"_a, "top_k"_a, "row_bytes"_a);
   module.def("native_min_sms", &native::min_ctas, "num_ranks"_a);
   // What the current device lacks for the kernels; empty if nothing.
-  module.def("native_device_problem", &native::device_problem);
+  module.def("native_device_problem", [] { return native::device_problem(); });
   // Device memory of one rank in bytes, without a GPU: the windows, a plan's routes, and the rounds
   // of a dispatch.
   module.def(
@@ -313,6 +316,7 @@ void bind_descriptions(py::module_& module) {
         memory["rows"] = sizes.rows_bytes;
         memory["routes"] = 4 * routes;
         memory["rounds"] = sizes.control.num_rounds;
+        memory["token_routes"] = native::TokenRoutes::rows(sizes.control);  // int32 of a token
         return memory;
       },
       py::kw_only(), "num_ranks"_a, "num_domains"_a, "num_experts"_a, "num_tokens"_a, "top_k"_a,
@@ -320,7 +324,10 @@ void bind_descriptions(py::module_& module) {
   module.attr("CHUNK") = native::kChunk;
   module.attr("PHASES") = native::kPhases;
   module.attr("MAX_RANKS") = NCCLEP_MAX_RANKS;
-  module.attr("MAX_LOCAL_RANKS") = NCCLEP_MAX_LOCAL_RANKS;
+  // Of one NVLink domain, as far as this build has kernels; and on GPUs older than sm_100, and in
+  // low-latency mode.
+  module.attr("MAX_LOCAL_RANKS") = native::kBuiltLocalRanks;
+  module.attr("NARROW_LOCAL_RANKS") = native::kWarpSize;
   module.attr("MAX_DOMAINS") = NCCLEP_MAX_DOMAINS;
   module.attr("MAX_EXPERTS") = NCCLEP_MAX_EXPERTS;
   module.attr("MAX_LOCAL_EXPERTS") = NCCLEP_MAX_LOCAL_EXPERTS;

@@ -43,7 +43,7 @@ extern "C" {
 
 /* Limits. */
 #define NCCLEP_MAX_RANKS 512
-#define NCCLEP_MAX_LOCAL_RANKS 32     /* of one NVLink domain */
+#define NCCLEP_MAX_LOCAL_RANKS 72     /* of one NVLink domain, from sm_100 on; otherwise 32 */
 #define NCCLEP_MAX_DOMAINS 64         /* of NVLink */
 #define NCCLEP_MAX_EXPERTS 4096       /* of the group */
 #define NCCLEP_MAX_LOCAL_EXPERTS 512  /* of a rank */
@@ -179,8 +179,9 @@ typedef struct {
   const char* growth; /* what grew when the windows were last made, such as "tokens 0 -> 128"; valid
                          until they are made again */
   int num_domains;    /* NVLink domains that the ranks are in; since 1.01 */
+  int num_token_routes; /* rows of a plan's token routes, 4 for up to 32 ranks; since 1.01 */
 } ncclepGroupInfo_t;
-#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0}
+#define NCCLEP_GROUP_INFO_INIT {sizeof(ncclepGroupInfo_t), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, 0}
 
 /* Makes a group without windows.  It does not wait for the other ranks, but all ranks make the same
  * groups in the same order. */
@@ -284,7 +285,7 @@ typedef struct {
   int64_t max_recv_rows;          /* N in static mode; 0: exact mode */
   const ncclepTensor_t* counts;   /* int64 [2 * L + 1], written: rows of each expert's block with
                                      padding, then without, then assignments dropped */
-  const ncclepTensor_t* token_routes; /* int32 [4, T], written */
+  const ncclepTensor_t* token_routes; /* int32 [num_token_routes, T], written */
   const ncclepTensor_t* routes;       /* int32 [ncclepRoutesSize(...)], written */
   int64_t max_pairs;          /* room for so many (source rank, token) with assignments here; R *
                                  most_tokens always suffices */

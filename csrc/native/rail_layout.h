@@ -21,7 +21,8 @@ namespace ncclep::native {
 // What kernels use the network through (device/rails.cuh).
 struct Rails;
 
-struct RailLayout {
+template <int kGroups>
+struct RailLayoutOf {
   Control control;
 
   NCCLEP_BOTH int num_domains() const { return control.num_domains; }
@@ -59,8 +60,8 @@ struct RailLayout {
            num_domains() * local_ranks() * control.assignments() * sizeof(AssignmentRoute);
   }
   // On their way and there, for each domain: int32 [plan's chunks + 1], the node tokens before each
-  // chunk; then uint32 [T], the ranks of the domain that have rows of the node token with this
-  // name, one bit for each place.
+  // chunk; then uint32 [T, groups], the ranks of the domain that have rows of the node token
+  // with this name, as a RankSet.
   NCCLEP_BOTH std::size_t sent_nodes(int domain) const {
     return pair_routes() + local_ranks() * tokens() * sizeof(PairRoute) + domain * nodes_bytes();
   }
@@ -93,10 +94,19 @@ struct RailLayout {
     return static_cast<std::size_t>(num_domains()) * num_counts() * 8;
   }
   NCCLEP_BOTH std::size_t nodes_bytes() const {
-    return std::size_t{4} * (control.max_chunks() + 1 + control.max_tokens);
+    return std::size_t{4} * (control.max_chunks() + 1 + control.max_tokens * kGroups);
   }
   NCCLEP_BOTH std::size_t values_bytes() const { return num_domains() * control.assignments() * 4; }
 };
+
+using RailLayout = RailLayoutOf<kRankGroups>;
+
+// Bytes of a control window.
+inline std::size_t control_window_bytes(const Control& control) {
+  if (control.num_domains == 1) return control.num_bytes();
+  if (control.rank_groups() == 1) return RailLayoutOf<1>{control}.end();
+  return RailLayoutOf<kMaxRankGroups>{control}.end();
+}
 
 // The number of a domain among all but `own`.
 NCCLEP_BOTH inline int number_among_others(int own, int domain) {

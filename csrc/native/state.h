@@ -18,10 +18,19 @@ namespace ncclep::native {
 #define NCCLEP_BOTH
 #endif
 
-constexpr int kMaxLocalRanks = 32;  // of one NVLink domain: a lane, or a bit, for each
+constexpr int kMaxLocalRanks = 72;  // of one NVLink domain
 constexpr int kMaxDomains = 64;
 constexpr int kMaxRanks = 512;
 constexpr int kWarpSize = 32;
+// Kernels have a lane, or a bit, for each rank of an NVLink domain.  For domains of more ranks than
+// a warp has lanes they are compiled once more, by the files in wide/, with a lane for several
+// ranks: one of each group of 32.
+#ifndef NCCLEP_RANK_GROUPS
+#define NCCLEP_RANK_GROUPS 1
+#endif
+constexpr int kRankGroups = NCCLEP_RANK_GROUPS;  // of the kernels that are being compiled
+constexpr int kMaxRankGroups = (kMaxLocalRanks + kWarpSize - 1) / kWarpSize;
+static_assert(kRankGroups == 1 || kRankGroups == kMaxRankGroups);
 constexpr int kMaxTopK = 32;
 constexpr int kMaxExperts = 4096;
 constexpr int kMaxLocalExperts = 512;  // of one rank
@@ -104,6 +113,8 @@ struct Control {
   NCCLEP_BOTH int max_units() const { return max_tokens / kUnit; }
   NCCLEP_BOTH int num_local() const { return num_experts / num_ranks; }
   NCCLEP_BOTH int local_ranks() const { return num_ranks / num_domains; }
+  // Of the kernels for this group.
+  int rank_groups() const { return local_ranks() <= kWarpSize ? 1 : kMaxRankGroups; }
   NCCLEP_BOTH int domain_of(int rank) const { return rank / local_ranks(); }
   NCCLEP_BOTH int place_of(int rank) const { return rank % local_ranks(); }
   NCCLEP_BOTH std::size_t assignments() const {
@@ -221,20 +232,22 @@ struct State {
 };
 
 // One window of each rank of this NVLink domain.
-struct DomainWindows {
-  char* of_place[kMaxLocalRanks];
+template <int kGroups>
+struct DomainWindowsOf {
+  char* of_place[kGroups * kWarpSize];
   int first_rank;
 
   NCCLEP_BOTH char* operator[](int rank) const { return of_place[rank - first_rank]; }
 };
 
 // Passed to every kernel of a group.
-struct KernelContext {
+template <int kGroups>
+struct KernelContextOf {
   Control control;
   int rank;
-  DomainWindows control_of;    // by rank
-  DomainWindows rows_of;       // likewise: two halves for dispatch, then combine's
-  std::size_t dispatch_bytes;  // of one half
+  DomainWindowsOf<kGroups> control_of;  // by rank
+  DomainWindowsOf<kGroups> rows_of;     // likewise: two halves for dispatch, then combine's
+  std::size_t dispatch_bytes;           // of one half
   State* state;
   Mailbox* mailbox;
   std::uint64_t deadline_ns;
@@ -242,5 +255,8 @@ struct KernelContext {
   // agreed on them.
   std::uint64_t call;
 };
+
+using DomainWindows = DomainWindowsOf<kRankGroups>;
+using KernelContext = KernelContextOf<kRankGroups>;
 
 }  // namespace ncclep::native

@@ -27,7 +27,8 @@ Window::Window(std::shared_ptr<Communicator> communicator, std::size_t num_bytes
           " has no windows over a network: 2.30.7 or newer is needed");
   require(0 < num_bytes && num_bytes <= INT64_MAX, "a window of ", num_bytes, " bytes");
   void* memory = nullptr;
-  nccl.check(nccl.mem_alloc(&memory, num_bytes_), "ncclMemAlloc");
+  nccl.check(nccl.mem_alloc(&memory, num_bytes_),
+             join_text("ncclMemAlloc of ", num_bytes_, " bytes").c_str());
   ensure(memory != nullptr, "ncclMemAlloc gave no memory");
   own_ = static_cast<char*>(memory);
 }

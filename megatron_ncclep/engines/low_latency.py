@@ -316,8 +316,8 @@ def create_low_latency(
     """
     if not engine.caps.low_latency_tokens:
         raise EngineUnavailableError(
-            f"engine {engine.caps.name!r} has no low-latency mode: use 'native', or 'reference' on "
-            "a CPU"
+            f"engine {engine.caps.name!r} has no low-latency mode: use 'native', with at most 32 "
+            "ranks in an NVLink domain, or 'reference' on a CPU"
         )
     sizes = LowLatencySizes(max_tokens, hidden, top_k, dtype, payload or dtype, num_scales)
     maker = cast(_HasLowLatency, engine)

@@ -148,6 +148,7 @@ class FakeGroup(Fake):
         }
         super().__init__("GroupHandle", **{**own, **answers})
         self.is_over, self.failed, self.sizes = True, None, FakePlanSizes()
+        self.num_token_routes = 4
         self.bad: dict[str, list[int]] = {"bad_ranks": [], "bad_low_latency": []}
         self._held = (0, 0, 0)
 
@@ -183,7 +184,8 @@ class FakeExtension(Fake):
         }
         super().__init__("", **{**own, **answers})
         self.nccl = Fake("Nccl")
-        self.MAX_RANKS, self.MAX_LOCAL_RANKS, self.MAX_DOMAINS = 33, 32, 16
+        self.MAX_RANKS, self.MAX_DOMAINS = 33, 16
+        self.MAX_LOCAL_RANKS, self.NARROW_LOCAL_RANKS = 40, 32
         self.MAX_EXPERTS, self.MAX_LOCAL_EXPERTS = 512, 256
 
 

@@ -104,7 +104,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a"])
+    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a", "sm_100"])
     monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
     monkeypatch.setattr(extension, "load", machine.extension)

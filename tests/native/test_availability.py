@@ -213,6 +213,11 @@ def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[
     machine.lsa_size = 33
     text = "33 ranks are in one NVLink domain: it takes at most 32"
     assert text in reasons(num_ranks, 512, **options)
+    machine.gpus = [replace(gpu, capability=(10, 0)) for gpu in machine.gpus]
+    assert text not in reasons(num_ranks, 512, **options)
+    machine.lsa_size = 41
+    text = "41 ranks are in one NVLink domain: it takes at most 40"
+    assert text in reasons(num_ranks, 512, **options)
     if num_ranks > 2:
         machine.lsa_size = 1
         text = "the ranks are in 32 NVLink domains: it takes at most 16"

@@ -22,13 +22,14 @@ from typing import Any
 
 import pytest
 from build_cache import cached, run_all, version_of
-from emulation import network_mistakes, rounds_mistakes
+from emulation import network_mistakes, rounds_mistakes, wide_mistakes
 from emulation.translate import Change, translate
 
 HERE = Path(__file__).parent / "emulation"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++")
-SEQUENCE_S = 60.0  # at most, on a slow and busy node
+PROGRAMS = {"narrow": 1, "wide": 3}  # and NCCLEP_RANK_GROUPS (csrc/native/state.h)
+SEQUENCE_S = 240.0  # at most, on a slow and busy node
 MOST_SEQUENCES = 128  # until a mistake is noticed; two show in only one of about a hundred
 
 Ended = Future[subprocess.CompletedProcess[str]]
@@ -61,7 +62,7 @@ UNBROKEN = [
         ("experts", 5, 2), ("plans", 3, 6), ("calls", 2, 8), ("calls", 3, 6), ("failures", 1, 6),
         ("failures", 2, 10), ("failures", 4, 5), ("late", 3, 6), ("ll", 1, 6), ("ll", 2, 12),
         ("ll", 3, 8), ("ll", 5, 3), ("ll-failures", 2, 10), ("ll-failures", 4, 8),
-        *network_mistakes.CASES,
+        *network_mistakes.CASES, *wide_mistakes.CASES,
     )
 ]  # fmt: skip
 
@@ -329,13 +330,16 @@ MISTAKES = {
         "ll-failures", 2, "."),
 }
 # fmt: on
-for more in (network_mistakes, rounds_mistakes):
+for more in (network_mistakes, rounds_mistakes, wide_mistakes):
     MISTAKES |= {name: Mistake(*each) for name, each in more.MISTAKES.items()}
 
 
 @pytest.fixture(scope="module")
 def rounds() -> Path:
-    """`rounds`, compiled with the kernels and with all mistakes: one is chosen when it runs."""
+    """The folder of `narrow` and `wide`, each with the kernels for domains of so many ranks.
+
+    They are compiled with all mistakes: one is chosen when they run.
+    """
     compiler = str(COMPILER)
     changes = [Change(each.file, each.where, each.instead) for each in MISTAKES.values()]
     sources = sorted(HERE.rglob("*.cpp"))
@@ -346,24 +350,26 @@ def rounds() -> Path:
         includes = [f"-I{path}" for path in (HERE / "machine", HERE, folder, CSRC)]
         options = ["-std=c++17", "-O1", "-w", "-include", "emulator.h"]
         options.append("-DNCCLEP_NCCL_HEADERS")
-        objects = {
-            source: folder / f"{source.parent.name}_{source.stem}.o"
-            for source in [*kernels, *sources]
-        }
         # visibility.h; its functions are called instead of the sanitizer's own.
         hooked = [*kernels, HERE / "paths.cpp"]
-        hooks = {source: "-fsanitize=thread" if source in hooked else "-O3" for source in objects}
-        run_all(
-            [compiler, *options, *includes, hooks[source], "-c", source, "-o", target]
-            for source, target in objects.items()
-        )
-        run_all([[compiler, *objects.values(), "-o", folder / "rounds"]])
+        compiles, links = [], []
+        for program, groups in PROGRAMS.items():
+            objects = []
+            for source in [*kernels, *sources]:
+                objects.append(folder / f"{program}_{source.parent.name}_{source.stem}.o")
+                hook = "-fsanitize=thread" if source in hooked else "-O3"
+                more = [f"-DNCCLEP_RANK_GROUPS={groups}", hook, "-c", source, "-o", objects[-1]]
+                compiles.append([compiler, *options, *includes, *more])
+            links.append([compiler, *objects, "-o", folder / program])
+        run_all(compiles)
+        run_all(links)
 
-    return cached("emulation", [*inputs, *sorted(CSRC.rglob("*.[hc]*"))], make) / "rounds"
+    return cached("emulation", [*inputs, *sorted(CSRC.rglob("*.[hc]*"))], make)
 
 
-def run_rounds(program: Path, case: Case) -> subprocess.CompletedProcess[str]:
+def run_rounds(folder: Path, case: Case) -> subprocess.CompletedProcess[str]:
     numbers = (case.ranks, case.seed, case.sequences, case.mistake)
+    program = folder / ("wide" if case.kind.startswith("wide-") else "narrow")
     command = [str(program), case.kind, *map(str, numbers)]
     limit = SEQUENCE_S * case.sequences
     # Its own: it could not start ("Bad address") while a test changes that of this process.
@@ -405,9 +411,9 @@ def test_mistakes_are_noticed(ended: dict[Case, Ended], case: Case, notice: str)
     assert re.match(f"FAILED: ({notice})", run.stdout.splitlines()[-1])
 
 
-def paths_of(program: Path, ranks: int, domains: int) -> dict[str, tuple[int, int]]:
+def paths_of(folder: Path, ranks: int, domains: int) -> dict[str, tuple[int, int]]:
     """By kernel, the steps and the fences of the longest thread of a rank (emulation/paths.cpp)."""
-    run = run_rounds(program, Case("paths", ranks, domains))
+    run = run_rounds(folder, Case("paths", ranks, domains))
     assert run.returncode == 0, run.stdout + run.stderr
     lines = re.findall(r"^(.+): (\d+) steps, (\d+) fences$", run.stdout, re.MULTILINE)
     return {kernel: (int(steps), int(fences)) for kernel, steps, fences in lines}

@@ -16,10 +16,18 @@ from fake_extension import STREAM, FakeGroup, FakePlanSizes, play
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.plan import next_capacity_factor
-from megatron_ncclep.errors import InputError, LibraryError, RefusedError, RowsDroppedError
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    InputError,
+    LibraryError,
+    RefusedError,
+    RowsDroppedError,
+)
+from megatron_ncclep.libraries import extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
 # More than the engine has room for before it knows what comes.
@@ -76,6 +84,25 @@ def on_ranks(
 
 def assignments(num_tokens: int) -> torch.Tensor:
     return torch.arange(NUM_EXPERTS).repeat(num_tokens)[: num_tokens * TOP_K].view(-1, TOP_K)
+
+
+def test_wide_domains_have_more_token_routes_and_no_low_latency_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Racks of 72 GPUs in an NVLink domain could not use the engine: it had a bit for each of 32
+    ranks, as low-latency mode still has.
+    """
+    monkeypatch.setattr(extension.load(), "NARROW_LOCAL_RANKS", NUM_RANKS - 1)
+
+    def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        native.num_token_routes = 6
+        engine.plan(assignments(3))
+        (call,) = native.named("plan")
+        assert call.token_routes.shape == (6, 3)
+        with pytest.raises(EngineUnavailableError, match="at most 32 ranks in an NVLink domain"):
+            create_low_latency(engine, max_tokens=8, hidden=HIDDEN, top_k=TOP_K)
+
+    on_ranks(plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_recv_rows": 64}], ids=["exact", "static"])

@@ -9,8 +9,9 @@ namespace ncclep::native {
 
 namespace {
 
-constexpr int kThreads = 64;  // one for each domain, and for each rank of this one
-static_assert(kThreads >= kMaxDomains && kThreads >= kMaxLocalRanks);
+// One for each domain, and for each rank of this one.
+constexpr int kThreads = kRankGroups == 1 ? 64 : 96;
+static_assert(kThreads >= kMaxDomains && kThreads >= kRankGroups * kWarpSize);
 
 // Puts a word whether or not the group has failed, within the deadline from `begin` on.
 template <typename R>
@@ -87,10 +88,12 @@ __global__ void begin_puts_kernel(KernelContext me, const __grid_constant__ Rail
 
 }  // namespace
 
+template <>
 void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream, const Rails* rails) {
   with_rails(rails, [&](const auto& way) { launch_refusal(me, phase, stream, way); });
 }
 
+template <>
 void begin_puts([[maybe_unused]] const KernelContext& me, [[maybe_unused]] std::uintptr_t stream,
                 [[maybe_unused]] const Rails& rails) {
 #ifdef NCCLEP_NCCL_HEADERS
@@ -99,6 +102,7 @@ void begin_puts([[maybe_unused]] const KernelContext& me, [[maybe_unused]] std::
 #endif
 }
 
+template <>
 void settle([[maybe_unused]] const KernelContext& me, [[maybe_unused]] std::uintptr_t stream,
             [[maybe_unused]] const Rails& rails) {
 #ifdef NCCLEP_NCCL_HEADERS

@@ -12,15 +12,18 @@ namespace ncclep::native {
 // Queues a kernel that tells all other ranks without waiting for them, which ends their waits in
 // the operation that would be next and in later ones, and marks the group failed on this one.
 // `rails` are null unless there are several domains.
-void refuse(const KernelContext& me, Phase phase, std::uintptr_t stream,
+template <int kGroups>
+void refuse(const KernelContextOf<kGroups>& me, Phase phase, std::uintptr_t stream,
             const Rails* rails = nullptr);
 
 // Queues a kernel that reads how far NCCL's queues are, while nothing puts into them.
-void begin_puts(const KernelContext& me, std::uintptr_t stream, const Rails& rails);
+template <int kGroups>
+void begin_puts(const KernelContextOf<kGroups>& me, std::uintptr_t stream, const Rails& rails);
 
 // Queues a kernel that waits, at most for the deadline and whether or not the group has failed,
 // until nothing is on its way from or to the rail peers: then their windows and this rank's may
 // close. Collective.
-void settle(const KernelContext& me, std::uintptr_t stream, const Rails& rails);
+template <int kGroups>
+void settle(const KernelContextOf<kGroups>& me, std::uintptr_t stream, const Rails& rails);
 
 }  // namespace ncclep::native

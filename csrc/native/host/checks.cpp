@@ -39,21 +39,33 @@ struct Need {
   std::size_t shared_bytes;
 };
 
+// Of the kernels for domains of so many groups of ranks.
+template <int kGroups>
+std::vector<Need> needs() {
+  return {{"plan", plan_shared_bytes<kGroups>()},
+          {"dispatch", dispatch_shared_bytes<kGroups>()},
+          {"combine", combine_shared_bytes<kGroups>()}};
+}
+std::vector<Need> needs_of([[maybe_unused]] int rank_groups) {
+  if constexpr (kBuiltLocalRanks > kWarpSize) {
+    if (rank_groups > 1) return needs<kMaxRankGroups>();
+  }
+  return needs<1>();
+}
+
 Shape shape_of(const Tensor& tensor) { return {tensor}; }
 
 std::int64_t num_tokens_of(const Plan& plan) { return plan.token_routes.shape[1]; }
 
 }  // namespace
 
-std::string device_problem() {
+std::string device_problem(int rank_groups) {
   int device = 0, offered = 0;
   try {
     cuda_check(cudaGetDevice(&device), "cudaGetDevice");
     cuda_check(cudaDeviceGetAttribute(&offered, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                "cudaDeviceGetAttribute");
-    for (const Need& need :
-         {Need{"plan", plan_shared_bytes()}, Need{"dispatch", dispatch_shared_bytes()},
-          Need{"combine", combine_shared_bytes()}}) {
+    for (const Need& need : needs_of(rank_groups)) {
       if (need.shared_bytes <= static_cast<std::size_t>(offered)) continue;
       return join_text("the kernel of ", need.kernel, " needs up to ", need.shared_bytes,
                        " bytes of shared memory in a CTA, and the GPU offers ", offered,
@@ -118,8 +130,9 @@ void check_plan(const Control& control, const Plan& plan) {
           "a plan's counts must be int64 [", 2 * control.num_local() + 1, "], not ",
           shape_of(plan.counts));
   require(plan.token_routes.dtype == ncclepInt32 && plan.token_routes.ndim == 2 &&
-              plan.token_routes.shape[0] == 4,
-          "a plan's token routes must be int32 [4, T], not ", shape_of(plan.token_routes));
+              plan.token_routes.shape[0] == TokenRoutes::rows(control),
+          "a plan's token routes must be int32 [", TokenRoutes::rows(control), ", T], not ",
+          shape_of(plan.token_routes));
   require(0 < plan.top_k && plan.top_k <= control.max_top_k, "a plan of top-k ", plan.top_k,
           ": the windows are for ", control.max_top_k, " at most");
   require(0 <= plan.num_chunks && plan.num_chunks <= control.max_chunks() &&

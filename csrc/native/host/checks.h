@@ -18,7 +18,7 @@ namespace ncclep::native {
 
 // Says what the current device lacks for the engine's kernels; empty if nothing.  Those of
 // low-latency mode have static shared memory only, of which every GPU has enough.
-std::string device_problem();
+std::string device_problem(int rank_groups = 1);
 
 // A deadline in seconds: positive, and in nanoseconds far below 2^64.
 void check_timeout(double seconds);

@@ -20,6 +20,8 @@ namespace {
 // With several domains, a rows window that would be larger is for rounds.
 constexpr std::size_t kMostRowsBytes = std::size_t{2} << 30;
 
+constexpr char kWiderBuild[] = " in a build without machine code for sm_100 or newer";
+
 }  // namespace
 
 WindowSizes window_sizes(Control control, const ncclepShape_t& shape) {
@@ -27,16 +29,17 @@ WindowSizes window_sizes(Control control, const ncclepShape_t& shape) {
   control.max_tokens = num_chunks_of(shape.num_tokens) * kChunk;
   control.max_top_k = shape.top_k;
   control.num_rounds = num_rounds_for(control, shape.row_bytes, kMostRowsBytes);
-  const std::size_t control_bytes =
-      control.num_domains > 1 ? RailLayout{control}.end() : control.num_bytes();
-  return {control, shape.row_bytes, control_bytes, rows_window_bytes(control, shape.row_bytes)};
+  return {control, shape.row_bytes, control_window_bytes(control),
+          rows_window_bytes(control, shape.row_bytes)};
 }
 
-DomainWindows windows_of_domain(const Communicator& communicator, const Window& window) {
-  DomainWindows windows{{}, communicator.rank_in_domain(0)};
+template <int kGroups>
+DomainWindowsOf<kGroups> windows_of_domain(const Communicator& communicator, const Window& window) {
+  DomainWindowsOf<kGroups> windows{{}, communicator.rank_in_domain(0)};
   std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
   return windows;
 }
+template DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
 
 Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double timeout_s)
     : communicator_(std::move(communicator)),
@@ -45,8 +48,8 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
       longest_timeout_s_(timeout_s) {
   check_group(communicator_->num_ranks(), num_experts, timeout_s);
   const int locals = communicator_->lsa_size();
-  require(locals <= kMaxLocalRanks, locals, " ranks of one NVLink domain: at most ",
-          kMaxLocalRanks);
+  require(locals <= kBuiltLocalRanks, locals, " ranks of one NVLink domain: at most ",
+          kBuiltLocalRanks, kBuiltLocalRanks < kMaxLocalRanks ? kWiderBuild : "");
   if (locals < communicator_->num_ranks()) {
     const int first = communicator_->rank() / locals * locals;
     for (int local_rank = 0; local_rank < locals; ++local_rank) {
@@ -59,7 +62,7 @@ Group::Group(std::shared_ptr<Communicator> communicator, int num_experts, double
     network_ = std::make_shared<network::Rails>(communicator_, timeout_s, [] {}, kNumRailSignals);
     control_.num_domains = network_->num_domains();
   }
-  const std::string problem = device_problem();
+  const std::string problem = device_problem(control_.rank_groups());
   ensure(problem.empty(), "engine 'native': ", problem);
   try {
     allocate_state();
@@ -173,7 +176,7 @@ void Group::clear() {
   clear_memory(&state_->received, sizeof(state_->received));
   if (rails_ != nullptr) {
     const OwnStream stream;
-    begin_puts(context(), stream.get(), *rails_);
+    with_context(0, [&](const auto& me) { begin_puts(me, stream.get(), *rails_); });
     stream.wait("looking at the network's queues");
   }
 }
@@ -199,7 +202,9 @@ void Group::close() {
 void Group::settle() {
   if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
   const OwnStream stream;
-  native::settle(context(), stream.get(), *rails_);  // which ends with its deadline
+  with_context(0, [&](const auto& me) {
+    native::settle(me, stream.get(), *rails_);  // which ends with its deadline
+  });
   stream.wait("waiting for what is put to windows that close");
 }
 
@@ -245,17 +250,19 @@ ncclepGroupInfo_t Group::info() const {
   info.was_captured = was_captured_;
   info.growth = growth_.c_str();
   info.num_domains = control_.num_domains;
+  info.num_token_routes = TokenRoutes::rows(control_);
   return info;
 }
 
-KernelContext Group::context(std::uint64_t call) const {
+template <int kGroups>
+KernelContextOf<kGroups> Group::context(std::uint64_t call) const {
   require(rows_window_ != nullptr && rows_window_->is_open() && state_ != nullptr,
           "the native group has no windows: make them before the first call, and close it last");
-  KernelContext context{};
+  KernelContextOf<kGroups> context{};
   context.control = control_;
   context.rank = communicator_->rank();
-  context.control_of = windows_of_domain(*communicator_, *control_window_);
-  context.rows_of = windows_of_domain(*communicator_, *rows_window_);
+  context.control_of = windows_of_domain<kGroups>(*communicator_, *control_window_);
+  context.rows_of = windows_of_domain<kGroups>(*communicator_, *rows_window_);
   context.dispatch_bytes = native::dispatch_bytes(control_, row_bytes_);
   context.state = state_;
   context.mailbox = mailbox_on_device_;
@@ -263,6 +270,8 @@ KernelContext Group::context(std::uint64_t call) const {
   context.call = call;
   return context;
 }
+template KernelContext Group::context(std::uint64_t call) const;
+template KernelContextOf<kMaxRankGroups> Group::context(std::uint64_t call) const;
 
 StreamOrder::Turn Group::take_turn(std::uintptr_t stream) {
   require_open();
@@ -278,7 +287,7 @@ void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
   auto turn = take_turn(stream);
-  native::refuse(context(), phase, stream, rails_.get());
+  with_context(0, [&](const auto& me) { native::refuse(me, phase, stream, rails_.get()); });
   turn.end();
 }
 

@@ -20,6 +20,14 @@
 
 namespace ncclep::native {
 
+// Ranks of an NVLink domain for which there are kernels: those of more than a warp has lanes
+// (wide/) are built for sm_100 and newer only, whose racks have such domains (setup.py).
+#ifdef NCCLEP_WIDE_DOMAINS
+constexpr int kBuiltLocalRanks = kMaxLocalRanks;
+#else
+constexpr int kBuiltLocalRanks = kWarpSize;
+#endif
+
 // A plan's memory, which the caller allocates, and the sizes of its contents.
 struct Plan {
   Tensor counts;         // see ncclepPlanConfig_t
@@ -52,7 +60,8 @@ std::int64_t routes_size(const Control& control, std::int64_t max_pairs,
                          std::int64_t max_assignments, int most_tokens);
 
 // The addresses of an open window's peers, as kernels take them.
-DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
+template <int kGroups = 1>
+DomainWindowsOf<kGroups> windows_of_domain(const Communicator& communicator, const Window& window);
 
 // What include/ncclep.h says of ncclepGroup_t, with that interface's structs; Python's bindings and
 // the functions of the C interface call it.
@@ -153,14 +162,24 @@ class Group {
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
   // Null within one NVLink domain.
   const std::shared_ptr<network::Rails>& network() const { return network_; }
-  // The kernels' context; `call` is packed by call_signature.h.
-  KernelContext context(std::uint64_t call = 0) const;
+  // The context of the kernels for domains of so many groups of ranks; `call` is packed by
+  // call_signature.h.
+  template <int kGroups = 1>
+  KernelContextOf<kGroups> context(std::uint64_t call = 0) const;
   // For what queues an operation.  A graph must not run concurrently with other work of the
   // communicator's groups.
   StreamOrder::Turn take_turn(std::uintptr_t stream);
   void check_num_ctas(int num_ctas) const;
 
  private:
+  // Calls use(context) with that of the kernels for this group.
+  template <typename Use>
+  void with_context(std::uint64_t call, Use&& use) const {
+    if constexpr (kBuiltLocalRanks > kWarpSize) {
+      if (control_.rank_groups() > 1) return use(context<kMaxRankGroups>(call));
+    }
+    use(context(call));
+  }
   void allocate_state();
   // Whether a rank did not come, so that there is nobody to wait for.
   bool has_given_up() const;

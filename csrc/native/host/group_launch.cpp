@@ -32,8 +32,8 @@ int row_bytes_of(const Tensor& rows) {
   return static_cast<int>(rows.shape[1]) * itemsize_of(rows.dtype);
 }
 
-TokenRoutes token_routes_of(const Tensor& token_routes) {
-  return TokenRoutes::in(pointer<std::int32_t>(token_routes), token_routes.shape[1]);
+TokenRoutes token_routes_of(const Tensor& token_routes, const Control& control) {
+  return TokenRoutes::in(pointer<std::int32_t>(token_routes), control, token_routes.shape[1]);
 }
 
 // The part of a plan's routes for other domains, at the start, in int32.
@@ -102,7 +102,7 @@ Plan Group::plan(const ncclepPlanConfig_t& config) {
   count.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   count.routed_per_expert = count.tokens_per_expert + control_.num_local();
   count.num_dropped = count.routed_per_expert + control_.num_local();
-  count.token_routes = token_routes_of(plan.token_routes);
+  count.token_routes = token_routes_of(plan.token_routes, control_);
   count.rail_routes = rail_routes(plan);
   Drop drop{};
   if (kept) {
@@ -125,14 +125,14 @@ Plan Group::plan(const ncclepPlanConfig_t& config) {
     count.ticket = plan.ticket = ticket_;
   }
   auto turn = take_turn(stream);
-  // In static mode the first kernel compares the ranks' calls.
-  const KernelContext first =
-      context(is_static ? call_of_plan(plan.top_k, alignment, max_recv_rows) : 0);
-  const KernelContext me = context();
-  if (count.ticket != 0) reached_->record(stream);
-  if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
-  plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
-  native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
+  with_context(0, [&](const auto& me) {
+    auto first = me;  // in static mode this kernel compares the ranks' calls
+    if (is_static) first.call = call_of_plan(plan.top_k, alignment, max_recv_rows);
+    if (count.ticket != 0) reached_->record(stream);
+    if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
+    plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
+    native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
+  });
   turn.end();
   return plan;
 }
@@ -158,8 +158,10 @@ void Group::plan_receive(Plan& plan, const ncclepTensor_t* routes, std::int64_t 
                                reinterpret_cast<cudaStream_t>(stream)),
                "cudaMemcpyAsync");
   }
-  native::plan_receive(context(), received_routes(plan), plan_scratch(num_sms), num_sms, stream,
-                       rail_routes(plan));
+  with_context(0, [&](const auto& me) {
+    native::plan_receive(me, received_routes(plan), plan_scratch(num_sms), num_sms, stream,
+                         rail_routes(plan));
+  });
   turn.end();
 }
 
@@ -189,14 +191,16 @@ void Group::dispatch(const Plan& plan, const ncclepRows_t& given) {
   job.num_rows = at.rows.shape[0];
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + control_.num_local();
-  job.token_ranks = token_routes_of(plan.token_routes).token_ranks;
+  job.token_ranks = token_routes_of(plan.token_routes, control_).token_ranks;
   job.routes = received_routes(plan);
   job.rail_routes = rail_routes(plan);
-  const KernelContext me = context(
-      call_of_rows(Phase::kDispatch, plan.number, at.rows.dtype, job.row_bytes, job.has_weights));
-  auto turn = take_turn(at.stream);
-  native::dispatch(me, job, given.num_sms, at.stream, rails_.get());
-  turn.end();
+  const std::uint64_t call =
+      call_of_rows(Phase::kDispatch, plan.number, at.rows.dtype, job.row_bytes, job.has_weights);
+  with_context(call, [&](const auto& me) {
+    auto turn = take_turn(at.stream);
+    native::dispatch(me, job, given.num_sms, at.stream, rails_.get());
+    turn.end();
+  });
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
@@ -222,7 +226,7 @@ void Group::combine(const Plan& plan, const ncclepRows_t& given) {
   job.dtype = at.rows.dtype;
   job.num_tokens = static_cast<int>(at.tokens.shape[0]);
   job.top_k = plan.top_k;
-  job.token_routes = token_routes_of(plan.token_routes);
+  job.token_routes = token_routes_of(plan.token_routes, control_);
   job.routes = received_routes(plan);
   if (control_.num_domains > 1) {
     job.most_tokens = plan.num_chunks * kChunk;
@@ -230,11 +234,13 @@ void Group::combine(const Plan& plan, const ncclepRows_t& given) {
         num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
     job.rail_routes = rail_routes(plan);
   }
-  const KernelContext me = context(
-      call_of_rows(Phase::kCombine, plan.number, job.dtype, job.row_bytes, job.has_weights));
-  auto turn = take_turn(at.stream);
-  native::combine(me, job, given.num_sms, at.stream, rails_.get());
-  turn.end();
+  const std::uint64_t call =
+      call_of_rows(Phase::kCombine, plan.number, job.dtype, job.row_bytes, job.has_weights);
+  with_context(call, [&](const auto& me) {
+    auto turn = take_turn(at.stream);
+    native::combine(me, job, given.num_sms, at.stream, rails_.get());
+    turn.end();
+  });
 }
 
 }  // namespace ncclep::native

@@ -118,7 +118,7 @@ class ReturningRows {
   }
 
  private:
-  static constexpr int kGroups = (R::kAreThere ? kMaxRanks : kMaxLocalRanks) / 32;
+  static constexpr int kGroups = (R::kAreThere ? kMaxRanks : kWarpSize) / 32;
   static_assert(kGroups <= 32 && kMaxRanks % 32 == 0);
 
   __device__ int rank(int number) const {

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   __shared__ Places places;
   __shared__ DomainPlaces domains;
   __shared__ TokenBatch batch;  // of other domains
-  __shared__ int counts[kMaxLocalRanks];
+  __shared__ int counts[kWarpSize];
   const LowLatencyWindow& window = ll.window;
   const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);

@@ -31,6 +31,8 @@ void require_shape(const char* what, const Tensor& tensor, DType dtype,
 
 LowLatencyWindow low_latency_window(int num_ranks, int num_domains,
                                     const ncclepLowLatencyConfig_t& sizes) {
+  require(num_ranks / num_domains <= kWarpSize, num_ranks / num_domains,
+          " ranks of one NVLink domain in low-latency mode: at most ", kWarpSize);
   require(0 < sizes.max_tokens && sizes.max_tokens <= kLowLatencyTokens, sizes.max_tokens,
           " tokens: from 1 to ", kLowLatencyTokens);
   require(0 < sizes.top_k && sizes.top_k <= kMaxTopK, "top-k ", sizes.top_k, ": from 1 to ",

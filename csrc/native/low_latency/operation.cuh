@@ -15,7 +15,7 @@ constexpr int kLlVectors = 2, kLlStride = 32 * 16, kLlPiece = kLlVectors * kLlSt
 
 static_assert(kLlThreads >= kLowLatencyTokens, "a thread for each token");
 static_assert(kLlThreads >= kMaxDomains, "a thread for each domain");
-static_assert(kMaxLocalRanks == kWarpSize && kMaxDomains == 64, "a lane, and a bit, for each");
+static_assert(kMaxDomains == 64, "a lane, and a bit, for each; and for 32 ranks of a domain");
 
 // One lane's vectors of a piece of a row.
 struct Part {

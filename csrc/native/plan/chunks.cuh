@@ -16,6 +16,7 @@
 
 #include "native/device/warp.cuh"
 #include "native/rail_layout.h"
+#include "native/rank_set.cuh"
 #include "native/state.h"
 
 namespace ncclep::native {
@@ -183,7 +184,7 @@ __device__ bool load_assignments(const Index* from, int number, int num_experts,
 }
 
 // Reads `chunks` chunks: assignments, bitmaps, and in `of_token` the assignments of each token for
-// each rank.  Calls `each(token, ranks, assignments)` with one bit for each rank of this domain and
+// each rank.  Calls `each(token, ranks, assignments)` with the ranks of this domain and one bit for
 // each assignment.  False for a thread that has found an invalid expert, or one that its token had
 // named before: both count as not routed.
 template <typename Index, typename Each>
@@ -205,7 +206,8 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
     const int chunk = i / kChunk, place = i % kChunk;
     auto* words = reinterpret_cast<unsigned int*>(tile.bitmaps + chunk * columns) + place / 32;
     const unsigned int bit = 1u << place % 32;
-    std::uint32_t ranks = 0, assignments = 0;
+    RankSet ranks{};
+    std::uint32_t assignments = 0;
     for (int k = 0; k < top_k; ++k) {
       const int expert = tile.assignments[i * top_k + k];
       if (expert < 0) continue;
@@ -215,7 +217,7 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
         continue;
       }
       const int rank = expert / num_local, here = rank - partition.first_rank;
-      if (0 <= here && here < partition.local_ranks) ranks |= 1u << here;
+      if (0 <= here && here < partition.local_ranks) ranks |= one_rank(here);
       assignments |= 1u << k;
       if (partition.num_domains > 0) {
         atomicOr(words + 4 * (partition.num_experts + rank), bit);
@@ -224,8 +226,11 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
         tile.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
       }
     }
-    for (std::uint32_t left = partition.num_domains > 0 ? 0 : ranks; left != 0; left &= left - 1) {
-      atomicOr(words + 4 * (partition.num_experts + __ffs(left) - 1), bit);
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      const int first = partition.num_experts + group * kWarpSize;
+      std::uint32_t left = partition.num_domains > 0 ? 0 : word_of(ranks, group);
+      for (; left != 0; left &= left - 1) atomicOr(words + 4 * (first + __ffs(left) - 1), bit);
     }
     each(first_token + i, ranks, assignments);
   }

@@ -186,7 +186,7 @@ __device__ void keep_what_fits(const Drop& job, const TokenPartition& partition,
             top_k = partition.top_k;
   const int num_local = partition.num_local();
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
+  const auto ignore = [](int, RankSet, std::uint32_t) {};
   visit_chunks<Index>(
       partition, tile, job.topk_idx, shared.start, ignore, [&](int first, int chunks) {
         const int tokens = min(partition.num_tokens - first * kChunk, chunks * kChunk);
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   if (!had_failed(me)) {
     if (blockIdx.x == 0) enter(me, rails, Phase::kPlan, entry, epoch);
     count_part<Index>(partition, tile, job.topk_idx, shared.total, scratch.parts,
-                      [](int, std::uint32_t, std::uint32_t) {});
+                      [](int, RankSet, std::uint32_t) {});
     if (grid_barrier(me, Phase::kPlan)) {
       const bool is_leader = blockIdx.x == gridDim.x - 1;
       const int before = min(static_cast<int>(blockIdx.x), partition.num_parts());
@@ -296,25 +296,22 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
 }
 
-template <typename R>
-void launch_drop(const KernelContext& me, const Drop& arguments, const PlanScratch& scratch,
-                 int num_sms, std::uintptr_t stream, const R& rails) {
-  const auto kernel =
-      arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
-  const TokenPartition partition =
-      partition_tokens(arguments.num_tokens, arguments.top_k, me, num_sms);
-  launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_bytes() + Shared::num_bytes(partition), stream, me, arguments,
-                       scratch, partition, rails);
-}
-
 }  // namespace
 
+template <>
 void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                             const Rails* rails) {
-  with_rails(rails,
-             [&](const auto& way) { launch_drop(me, arguments, scratch, num_sms, stream, way); });
+  const TokenPartition partition =
+      partition_tokens(arguments.num_tokens, arguments.top_k, me, num_sms);
+  with_rails(rails, [&](const auto& way) {
+    using R = std::decay_t<decltype(way)>;
+    const auto kernel =
+        arguments.is_int64 ? drop_kernel<std::int64_t, R> : drop_kernel<std::int32_t, R>;
+    launch_cooperatively("static mode", kernel, partition.num_ctas, kPlanThreads,
+                         partition.tile_bytes() + Shared::num_bytes(partition), stream, me,
+                         arguments, scratch, partition, way);
+  });
 }
 
 }  // namespace ncclep::native

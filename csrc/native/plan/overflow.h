@@ -26,7 +26,8 @@ struct Drop {
 
 // Queues `drop`.  Collective; `count` of the same plan must follow, on `kept`.  `rails` are null
 // unless there are several domains.
-void drop_what_does_not_fit(const KernelContext& me, const Drop& arguments,
+template <int kGroups>
+void drop_what_does_not_fit(const KernelContextOf<kGroups>& me, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                             const Rails* rails = nullptr);
 

@@ -233,7 +233,7 @@ __device__ void write_routes(const KernelContext& me, const PlanCount& plan,
   auto* pair_routes = reinterpret_cast<PairRoute*>(window + layout.pair_routes());
   auto* assignment_routes = reinterpret_cast<AssignmentRoute*>(window + layout.assignment_routes());
   auto* chunk_pairs = reinterpret_cast<std::int32_t*>(window + layout.chunk_pairs());
-  const auto ignore = [](int, std::uint32_t, std::uint32_t) {};
+  const auto ignore = [](int, RankSet, std::uint32_t) {};
   visit_chunks<Index>(partition, tile, plan.topk_idx, start, ignore, [&](int first, int chunks) {
     for (int i = warp; i < chunks * num_ranks; i += kPlanWarps) {
       const int chunk = i / num_ranks, rank = i % num_ranks;
@@ -374,8 +374,8 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   }
   if (blockIdx.x == 0 && me.call != 0) enter(me, rails, Phase::kPlan, entry, epoch);
   count_part<Index>(partition, tile, plan.topk_idx, shared.total, scratch.parts,
-                    [&](int token, std::uint32_t ranks, std::uint32_t assignments) {
-                      plan.token_routes.token_ranks[token] = ranks;
+                    [&](int token, RankSet ranks, std::uint32_t assignments) {
+                      rank_sets(plan.token_routes.token_ranks)[token] = ranks;
                       plan.token_routes.token_assignments[token] = assignments;
                     });
   if (!grid_barrier(me, Phase::kPlan)) {
@@ -418,30 +418,28 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
   finish(me, rails, plan, scratch, plans, entry, epoch);
 }
 
-template <typename R>
-void launch_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t stream, const R& rails) {
-  const auto kernel =
-      arguments.is_int64 ? count_kernel<std::int64_t, R> : count_kernel<std::int32_t, R>;
-  const int num_tokens = arguments.num_tokens;
-  require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
-  const TokenPartition partition = partition_tokens(num_tokens, arguments.top_k, me, num_sms);
-  launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
-                       partition.tile_bytes() + Shared::num_bytes(partition), stream, me, arguments,
-                       scratch, partition, rails);
-}
-
 }  // namespace
 
-std::size_t plan_shared_bytes() {
+template <>
+std::size_t plan_shared_bytes<kRankGroups>() {
   return shared_bytes_of("plan", count_kernel<std::int64_t, NoRails>,
                          kMaxHeldBytes + kMaxOtherBytes);
 }
 
+template <>
 void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
                 int num_sms, std::uintptr_t stream, const Rails* rails) {
-  with_rails(rails,
-             [&](const auto& way) { launch_count(me, arguments, scratch, num_sms, stream, way); });
+  const int num_tokens = arguments.num_tokens;
+  require(num_tokens <= kMaxTokens, num_tokens, " tokens: at most ", kMaxTokens);
+  const TokenPartition partition = partition_tokens(num_tokens, arguments.top_k, me, num_sms);
+  with_rails(rails, [&](const auto& way) {
+    using R = std::decay_t<decltype(way)>;
+    const auto kernel =
+        arguments.is_int64 ? count_kernel<std::int64_t, R> : count_kernel<std::int32_t, R>;
+    launch_cooperatively("plan", kernel, partition.num_ctas, kPlanThreads,
+                         partition.tile_bytes() + Shared::num_bytes(partition), stream, me,
+                         arguments, scratch, partition, way);
+  });
 }
 
 }  // namespace ncclep::native

@@ -21,16 +21,19 @@ namespace ncclep::native {
 
 // The source rank's routes of its own tokens.
 struct TokenRoutes {
-  std::uint32_t* token_ranks;  // [T]: ranks of this domain that have rows of the token, a bit each
+  // The ranks of this domain that have rows of the token, as a RankSet of G words: [T, G].
+  std::uint32_t* token_ranks;
   std::uint32_t* token_assignments;  // [T]: assignments that have a slot, one bit each
   std::uint32_t* own_assignments;    // [T]: assignments that stay on this rank, one bit each
   std::int32_t* own_first;           // [T]: the first of them, among all assignments that stay here
 
-  // The four in `memory`, int32 [4, T].
-  static TokenRoutes in(std::int32_t* memory, std::int64_t num_tokens) {
+  // The four in `memory`, int32 [rows(...), T].
+  static TokenRoutes in(std::int32_t* memory, const Control& control, std::int64_t num_tokens) {
     auto* first = reinterpret_cast<std::uint32_t*>(memory);
-    return {first, first + num_tokens, first + 2 * num_tokens, memory + 3 * num_tokens};
+    const std::int64_t then = control.rank_groups() * num_tokens;
+    return {first, first + then, first + then + num_tokens, memory + then + 2 * num_tokens};
   }
+  static int rows(const Control& control) { return control.rank_groups() + 3; }
 };
 
 // The routes of the rows that arrive here, by source rank and token.  In static mode the arrays are
@@ -79,7 +82,7 @@ struct RailRoutes {
   // Of those that ranks of other domains have for this one:
   std::int32_t* before;  // [R, C + 1]: their number before each chunk of tokens
   // Of those of rail peers, by name:
-  std::uint32_t* ranks_of;  // [D, S]: ranks that have rows of it, one bit for each place
+  std::uint32_t* ranks_of;  // [D, S, G]: ranks that have rows of it, as a RankSet
   std::int32_t* own_pair;   // [D, S]: its pair on this rank, if it has one
   int num_tokens = 0, most_tokens = 0;
 
@@ -102,7 +105,8 @@ struct RailRoutes {
   }
   static std::int64_t size(const Control& control, int num_tokens, int num_chunks) {
     return 1 + std::int64_t{control.num_domains + control.num_ranks} * (num_chunks + 1) +
-           std::int64_t{control.num_domains} * (3 * num_tokens + 2 * num_chunks * kChunk);
+           std::int64_t{control.num_domains} *
+               (3 * num_tokens + (1 + control.rank_groups()) * num_chunks * kChunk);
   }
 
   NCCLEP_BOTH int num_chunks() const { return most_tokens / kChunk; }
@@ -161,15 +165,20 @@ struct PlanCount {
 };
 
 // The most shared memory of a CTA of plan's kernels, in bytes; see common/launch.h.
+template <int kGroups>
 std::size_t plan_shared_bytes();
 
 // Queues `count`.  Collective.  `rails` are null unless there are several domains.
-void plan_count(const KernelContext& me, const PlanCount& arguments, const PlanScratch& scratch,
-                int num_sms, std::uintptr_t stream, const Rails* rails = nullptr);
+template <int kGroups>
+void plan_count(const KernelContextOf<kGroups>& me, const PlanCount& arguments,
+                const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
+                const Rails* rails = nullptr);
 
 // Queues `receive`, with the scratch of `count`.  It does nothing when the memory is too small (it
 // can then be queued again with more), or when the plan is refused, which is the case on all ranks.
-void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t stream, const RailRoutes& rail_routes = {});
+template <int kGroups>
+void plan_receive(const KernelContextOf<kGroups>& me, const ReceivedRoutes& routes,
+                  const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
+                  const RailRoutes& rail_routes = {});
 
 }  // namespace ncclep::native

@@ -50,24 +50,25 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
   const int num_local = layout.num_local();
   for (int domain = 0; domain < layout.num_domains; ++domain) {
     if (domain == layout.domain_of(me.rank)) continue;
-    std::uint32_t ranks = 0, assignments = 0;
+    RankSet ranks{};
+    std::uint32_t assignments = 0;
     for (int k = 0; k < partition.top_k; ++k) {
       if (experts[k] < 0 || layout.domain_of(experts[k] / num_local) != domain) continue;
-      ranks |= 1u << layout.place_of(experts[k] / num_local);
+      ranks |= one_rank(layout.place_of(experts[k] / num_local));
       assignments |= 1u << k;
     }
     const std::int64_t row = std::int64_t{domain} * routes.num_tokens;
     const int column = partition.column_of_domain(domain);
     const int index = count_before(bitmaps[column], token % kChunk);  // in the chunk
     const int node = before[column] + index;
-    routes.node_of[row + token] = ranks == 0 ? -1 : node;
+    routes.node_of[row + token] = !ranks ? -1 : node;
     routes.sent_assignments[row + token] = assignments;
-    if (ranks == 0) continue;
+    if (!ranks) continue;
     routes.token_of[row + node] = token;
     auto* token_ranks =
         reinterpret_cast<std::uint32_t*>(me.control_of[me.rank] + there.sent_nodes(domain)) +
         plan.most_chunks + 1;
-    token_ranks[token / kChunk * kChunk + index] = ranks;
+    rank_sets(token_ranks)[token / kChunk * kChunk + index] = ranks;
   }
 }
 
@@ -125,7 +126,7 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
         const int names = (plan.num_tokens + kChunk - 1) / kChunk * kChunk;
         at = there.nodes(own);
         from = there.sent_nodes(domain);
-        num_bytes = std::size_t{4} * (plan.most_chunks + 1 + names);
+        num_bytes = std::size_t{4} * (plan.most_chunks + 1 + names * kRankGroups);
         signal = kRoutesPut;
       } else if (part % 3 == 0) {
         const std::size_t row = layout.assignments() * sizeof(AssignmentRoute);

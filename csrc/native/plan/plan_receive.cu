@@ -93,9 +93,9 @@ __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
     rails.before[source * num_chunks + i] = static_cast<std::int32_t>(__ldcv(nodes + i));
   }
   if (!is_mine) return;
-  for (int name = thread; name < rails.most_tokens; name += threads) {
-    rails.ranks_of[std::int64_t{domain} * rails.most_tokens + name] =
-        __ldcv(nodes + num_chunks + name);
+  const int words = rails.most_tokens * kRankGroups;
+  for (int i = thread; i < words; i += threads) {
+    rails.ranks_of[std::int64_t{domain} * words + i] = __ldcv(nodes + num_chunks + i);
   }
 }
 
@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 }  // namespace
 
+template <>
 void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
                   int num_sms, std::uintptr_t stream, const RailRoutes& rail_routes) {
   receive_kernel<<<num_sms, kPlanThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(

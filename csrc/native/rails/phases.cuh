@@ -196,8 +196,13 @@ __device__ void pass_rounds_on(const KernelContext& me, const R& rails, const Jo
                                std::uint64_t epoch) {
   const int lane = threadIdx.x % kWarpSize, last = num_rounds_of(job) - 1;
   for (int number = 0; number < last; ++number) {
-    bool is_over = lane >= me.control.local_ranks() ||
-                   wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch);
+    bool is_over = true;
+    for (int group = 0; group < kRankGroups; ++group) {
+      const int place = group * kWarpSize + lane;
+      is_over =
+          is_over && (place >= me.control.local_ranks() ||
+                      wait_for_round(me, Phase::kDispatch, local_rank(me, place), number, epoch));
+    }
     if (!__all_sync(~0u, is_over)) return;
     for (int domain = lane; domain < me.control.num_domains && is_over; domain += kWarpSize) {
       if (!has_rail_peer(me, domain)) continue;

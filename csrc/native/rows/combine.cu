@@ -29,6 +29,7 @@
 #include "native/device/call_barrier.cuh"
 #include "native/device/wait.cuh"
 #include "native/device/work_counter.cuh"
+#include "native/rank_set.cuh"
 #include "native/rows/combine.h"
 #include "native/rows/cta_roles.h"
 #include "native/rows/domain_sums.cuh"
@@ -152,7 +153,8 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
   // next one.
   struct Token {
     int token = 0;
-    std::uint32_t ranks = 0, assignments = 0, own_assignments = 0;
+    RankSet ranks{};
+    std::uint32_t assignments = 0, own_assignments = 0;
     int first = 0, slot = 0;
   };
   WorkCounter counter(me);
@@ -160,7 +162,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     Token found;
     found.token = counter.take();
     if (found.token < job.num_tokens) {
-      found.ranks = job.token_routes.token_ranks[found.token];
+      found.ranks = rank_sets(job.token_routes.token_ranks)[found.token];
       found.assignments = job.token_routes.token_assignments[found.token];
       found.own_assignments = job.token_routes.own_assignments[found.token];
       found.first = job.token_routes.own_first[found.token];
@@ -180,23 +182,36 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     following = second;
     second = find();
     find_slot(following);
-    const std::uint32_t others = now.ranks & ~(1u << me.rank);
-    const bool is_part = lane < num_ranks && (others >> lane & 1);
+    const RankSet others = now.ranks & ~one_rank(me.rank);
+    bool is_part[kRankGroups];  // that of this lane's rank of each group
     bool is_here = true;
-    if (is_part) {
-      is_here = wait_for(me, Phase::kCombine, lane,
-                         flags + lane * layout.max_chunks() + now.token / kChunk, epoch);
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      const int rank = group * kWarpSize + lane;
+      is_part[group] = rank < num_ranks && (word_of(others, group) >> lane & 1);
+      if (is_part[group] && is_here) {
+        is_here = wait_for(me, Phase::kCombine, rank,
+                           flags + rank * layout.max_chunks() + now.token / kChunk, epoch);
+      }
     }
     if (!__all_sync(~0u, is_here)) return false;
     // Order: parts of lower ranks, own rows, parts of higher ranks; or own rows first.
     const int own_rows = __popc(now.own_assignments);
-    const std::uint32_t lower_lanes = (1u << lane) - 1, lower_ranks = (1u << me.rank) - 1;
-    const int parts_before = __popc(others & lower_ranks);
+    RankSet lower[kRankGroups];
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      lower[group] = ranks_before(group * kWarpSize + lane);
+    }
+    const RankSet lower_ranks = ranks_before(me.rank);
+    const int parts_before = number_of(others & lower_ranks);
     const bool is_own_first = !kHasParts || parts_before < 2;
     const int own_first = is_own_first ? 0 : parts_before;
-    if (is_part) {
-      parts[__popc(others & lower_lanes) + (is_own_first || lane > me.rank ? own_rows : 0)] =
-          place_of_sum<NoRails>(me, job, {}, me.rank, now.token, lane);
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      if (!is_part[group]) continue;
+      const int rank = group * kWarpSize + lane;
+      parts[number_of(others & lower[group]) + (is_own_first || rank > me.rank ? own_rows : 0)] =
+          place_of_sum<NoRails>(me, job, {}, me.rank, now.token, rank);
     }
     if (lane < own_rows) {
       parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
@@ -204,7 +219,7 @@ __device__ void sum_up(const KernelContext& me, const Combine& job, AddUpRing& r
     __syncwarp();
     sum->row = parts[lane];
     __syncwarp();
-    sum->num_rows = __popc(others) + own_rows;
+    sum->num_rows = number_of(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (is_own_first || own_rows == 1 ? 0 : own_rows);
     sum->out = job.out + static_cast<std::size_t>(now.token) * job.row_bytes;
@@ -337,32 +352,31 @@ auto kernel_for(bool has_parts) {
 // Also with rings, whose bytes are `rings`.
 std::size_t shared_bytes(std::size_t rings) { return std::max(sizeof(AddUpRing) * kWarps, rings); }
 
-template <typename R>
-void launch_combine(const KernelContext& me, const Combine& arguments, int num_sms,
-                    std::uintptr_t stream, const R& rails) {
+}  // namespace
+
+template <>
+std::size_t combine_shared_bytes<kRankGroups>() {
+  const auto kernel = kernel_for<__nv_bfloat16, NoRails>(true);
+  return shared_bytes_of("combine", kernel, shared_bytes(kRingBytes));
+}
+
+template <>
+void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
+             const Rails* rails) {
   const bool has_parts = me.rank > 1;
-  const auto kernel = arguments.dtype == ncclepBfloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
-                      : arguments.dtype == ncclepFloat16 ? kernel_for<__half, R>(has_parts)
-                                                         : kernel_for<float, R>(has_parts);
   const RingShape shape = sending_ring_shape(arguments.row_bytes);
   const CombineSplit split = split_combine(num_sms, me.control.num_ranks, arguments.top_k,
                                            arguments.row_bytes, me.control.num_domains);
   Combine job = arguments;
   job.round_tokens = me.control.round_tokens();
-  launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
-                       shared_bytes(shape.shared_bytes()), stream, me, job, shape, split, rails);
-}
-
-}  // namespace
-
-std::size_t combine_shared_bytes() {
-  const auto kernel = kernel_for<__nv_bfloat16, NoRails>(true);
-  return shared_bytes_of("combine", kernel, shared_bytes(kRingBytes));
-}
-
-void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
-             const Rails* rails) {
-  with_rails(rails, [&](const auto& way) { launch_combine(me, arguments, num_sms, stream, way); });
+  with_rails(rails, [&](const auto& way) {
+    using R = std::decay_t<decltype(way)>;
+    const auto kernel = job.dtype == ncclepBfloat16  ? kernel_for<__nv_bfloat16, R>(has_parts)
+                        : job.dtype == ncclepFloat16 ? kernel_for<__half, R>(has_parts)
+                                                     : kernel_for<float, R>(has_parts);
+    launch_cooperatively("combine", kernel, num_sms, kWarps * kWarpSize,
+                         shared_bytes(shape.shared_bytes()), stream, me, job, shape, split, way);
+  });
 }
 
 }  // namespace ncclep::native

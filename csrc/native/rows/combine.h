@@ -30,10 +30,12 @@ struct Combine {
 };
 
 // The most shared memory of a CTA of combine, in bytes; see common/launch.h.
+template <int kGroups>
 std::size_t combine_shared_bytes();
 
 // Queues the combine.  Collective.  `rails` are null unless there are several domains.
-void combine(const KernelContext& me, const Combine& arguments, int num_sms, std::uintptr_t stream,
-             const Rails* rails = nullptr);
+template <int kGroups>
+void combine(const KernelContextOf<kGroups>& me, const Combine& arguments, int num_sms,
+             std::uintptr_t stream, const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

@@ -73,7 +73,7 @@ template <typename R>
 __device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
   const int ctas = gridDim.x, num_ranks = me.control.num_ranks;
-  const bool shares_sources = R::kAreThere && num_ranks > kMaxLocalRanks;
+  const bool shares_sources = R::kAreThere && num_ranks > kWarpSize;
   const int step = (shares_sources ? 1 : ctas) * kWarpSize,
             start = (shares_sources ? 0 : blockIdx.x * kWarpSize) + threadIdx.x % kWarpSize;
   for (int source = shares_sources ? blockIdx.x : 0; source < num_ranks;
@@ -316,28 +316,27 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
   }
 }
 
-template <typename R>
-void launch_dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
-                     std::uintptr_t stream, const R& rails) {
-  // With several domains warps beyond the rings pass on what comes from the others.
-  const RingShape shape =
-      R::kAreThere ? sending_ring_shape(arguments.row_bytes) : ring_shape(arguments.row_bytes);
-  const DispatchSplit split = split_dispatch(num_sms);
-  Dispatch job = arguments;
-  job.round_tokens = me.control.round_tokens();
-  launch_cooperatively("dispatch", dispatch_kernel<R>, num_sms, kWarps * kWarpSize,
-                       shape.shared_bytes(), stream, me, job, shape, split, rails);
-}
-
 }  // namespace
 
-std::size_t dispatch_shared_bytes() {
+template <>
+std::size_t dispatch_shared_bytes<kRankGroups>() {
   return shared_bytes_of("dispatch", dispatch_kernel<NoRails>, kRingBytes);
 }
 
+template <>
 void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {
-  with_rails(rails, [&](const auto& way) { launch_dispatch(me, arguments, num_sms, stream, way); });
+  // With several domains warps beyond the rings pass on what comes from the others.
+  const int row_bytes = arguments.row_bytes;
+  const RingShape shape = rails != nullptr ? sending_ring_shape(row_bytes) : ring_shape(row_bytes);
+  const DispatchSplit split = split_dispatch(num_sms);
+  Dispatch job = arguments;
+  job.round_tokens = me.control.round_tokens();
+  with_rails(rails, [&](const auto& way) {
+    launch_cooperatively("dispatch", dispatch_kernel<std::decay_t<decltype(way)>>, num_sms,
+                         kWarps * kWarpSize, shape.shared_bytes(), stream, me, job, shape, split,
+                         way);
+  });
 }
 
 }  // namespace ncclep::native

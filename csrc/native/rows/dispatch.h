@@ -21,17 +21,19 @@ struct Dispatch {
   std::int64_t num_rows;
   const std::int64_t* tokens_per_expert;  // [experts of this rank]
   const std::int64_t* routed_per_expert;  // [experts of this rank]
-  const std::uint32_t* token_ranks;       // [T]
+  const std::uint32_t* token_ranks;       // [T, G]: see TokenRoutes
   ReceivedRoutes routes;
   RailRoutes rail_routes{};  // with several domains
   int round_tokens = 0;      // at most; set by `dispatch`
 };
 
 // The most shared memory of a CTA of dispatch, in bytes; see common/launch.h.
+template <int kGroups>
 std::size_t dispatch_shared_bytes();
 
 // Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
-void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+template <int kGroups>
+void dispatch(const KernelContextOf<kGroups>& me, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

@@ -7,8 +7,7 @@
 //
 // Every warp first takes part in the sums of the domain, and only then in those over domains: these
 // wait for other ranks, whose sums may wait for the former.  With rounds (rails/rounds.cuh) it
-// makes the domain's sums of the next round before those over domains, which wait for the network:
-// then that has what to send.
+// makes the domain's sums of the next round before those over domains, which wait for the network.
 //
 // Why nothing is overwritten that is still needed, by another combine: what a rank sends or puts to
 // another one, and what it, or another rank of its domain, prepares to be put there, is written
@@ -26,6 +25,7 @@
 #include "native/device/wait.cuh"
 #include "native/device/work_counter.cuh"
 #include "native/rails/phases.cuh"
+#include "native/rank_set.cuh"
 #include "native/rows/combine.h"
 #include "native/rows/reduce_rows.cuh"
 #include "native/rows/send.cuh"
@@ -221,35 +221,42 @@ class DomainSums {
 
     const ReceivedRoutes& routes = job_.routes;
     const int place = me_.control.place_of(me_.rank);
-    std::uint32_t ranks;
+    RankSet ranks;
     int first = 0, own_rows = 0;
     if (domain == own_) {
-      ranks = job_.token_routes.token_ranks[token];
+      ranks = rank_sets(job_.token_routes.token_ranks)[token];
       own_rows = __popc(job_.token_routes.own_assignments[token]);
       first = routes.pair_first[routes.first_pair[me_.rank]] + job_.token_routes.own_first[token];
     } else {
       const std::int64_t node = std::int64_t{domain} * job_.rail_routes.most_tokens + token;
-      ranks = job_.rail_routes.ranks_of[node];
-      if (ranks >> place & 1) {
+      ranks = rank_sets(job_.rail_routes.ranks_of)[node];
+      if (has_rank(ranks, place)) {
         const int pair = job_.rail_routes.own_pair[node];
         first = routes.pair_first[pair];
         own_rows = routes.pair_first[pair + 1] - first;
       }
     }
     const int source = rail_peer_in(me_, domain), rank = local_rank(me_, lane);
-    const std::uint32_t others = ranks & ~(1u << place);
-    const bool is_part = others >> lane & 1;
-    const bool is_here =
-        !is_part || wait_for(me_, Phase::kCombine, rank,
-                             pushed_flags<R>(me_, source, rank) + token / kChunk, epoch_);
+    const RankSet others = ranks & ~one_rank(place);
+    bool is_part[kRankGroups], is_here = true;  // of this lane's rank of each group
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      const int other = rank + group * kWarpSize;
+      is_part[group] = word_of(others, group) >> lane & 1;
+      is_here = is_here && (!is_part[group] ||
+                            wait_for(me_, Phase::kCombine, other,
+                                     pushed_flags<R>(me_, source, other) + token / kChunk, epoch_));
+    }
     if (!__all_sync(~0u, is_here)) return give_up();
     // In the order of ranks; this rank's own rows first where only one part is before them.
-    const int parts_before = __popc(others & ((1u << place) - 1));
+    const int parts_before = number_of(others & ranks_before(place));
     const int own_first = parts_before < 2 ? 0 : parts_before;
-    if (is_part) {
-      const int before = __popc(others & ((1u << lane) - 1));
-      parts_[before + (own_first == 0 || lane > place ? own_rows : 0)] =
-          place_of_sum<R>(me_, job_, round_, source, token, rank);
+#pragma unroll
+    for (int group = 0; group < kRankGroups; ++group) {
+      if (!is_part[group]) continue;
+      const int other = group * kWarpSize + lane, before = number_of(others & ranks_before(other));
+      parts_[before + (own_first == 0 || other > place ? own_rows : 0)] =
+          place_of_sum<R>(me_, job_, round_, source, token, rank + group * kWarpSize);
     }
     if (lane < own_rows) {
       const int slot = routes.assignment_slot[first + lane];
@@ -263,7 +270,7 @@ class DomainSums {
     __syncwarp();
     sum->row = parts_[lane];
     __syncwarp();
-    sum->num_rows = __popc(others) + own_rows;
+    sum->num_rows = number_of(others) + own_rows;
     sum->part_begin = own_first;
     sum->part_end = own_first + (own_first == 0 || own_rows == 1 ? 0 : own_rows);
     const std::size_t row = place_in_round<R>(me_, job_.rail_routes, round_, source, token);
@@ -300,7 +307,7 @@ class DomainSums {
       const int domain = first + lane;
       int place = -1;  // of the domain's sum in the round
       if (domain == own_) {
-        if (job_.token_routes.token_ranks[token] != 0) place = token - round_.begin;
+        if (rank_sets(job_.token_routes.token_ranks)[token]) place = token - round_.begin;
       } else if (domain < me_.control.num_domains) {
         place = routes.node_of[std::int64_t{domain} * routes.num_tokens + token];
         if (place >= 0) place -= routes.num_sent(domain, round_.begin);

@@ -27,7 +27,7 @@ struct Progress {
   }
 };
 
-// Polls for all units of all sources, of one domain.  Called by one warp.
+// Polls for all units of all sources, each of a lane.  Called by one warp.
 //
 //   needed_of(source)   its units
 //   flag(source, i)     where the flag of its unit i is
@@ -68,8 +68,9 @@ __device__ void watch_units(const KernelContext& me, Phase phase, std::uint64_t 
   }
 }
 
-// The same with several domains, where there are many sources, with few units each: a lane looks at
-// the next unit of each of its sources, and one fence is for all that have come.
+// The same with several domains or many ranks in one, where there are many sources, with few units
+// each: a lane looks at the next unit of each of its sources, and one fence is for all that have
+// come.
 template <typename Needed, typename Flag>
 __device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_t epoch,
                               Needed&& needed_of, Flag&& flag, Progress& progress) {
@@ -125,7 +126,7 @@ __device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_
 template <typename R, typename Needed, typename Flag>
 __device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch, Needed&& needed_of,
                       Flag&& flag, Progress& progress) {
-  if constexpr (R::kAreThere) {
+  if constexpr (R::kAreThere || kRankGroups > 1) {
     watch_sources(me, phase, epoch, needed_of, flag, progress);
   } else {
     watch_units(me, phase, epoch, needed_of, flag, progress);

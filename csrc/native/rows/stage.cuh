@@ -8,6 +8,7 @@
 
 #include "native/device/wait.cuh"
 #include "native/rails/phases.cuh"
+#include "native/rank_set.cuh"
 #include "native/rows/cta_roles.h"
 #include "native/rows/dispatch.h"
 #include "native/rows/ring.cuh"
@@ -89,7 +90,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
                       int first_phase, int end_phase, std::uint64_t parity, std::uint64_t calls,
                       std::uint64_t epoch) {
   const Control& layout = me.control;
-  const std::uint32_t others = ~(1u << layout.place_of(me.rank));  // of this domain
+  const RankSet others = ~one_rank(layout.place_of(me.rank));  // of this domain
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {
@@ -99,8 +100,9 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
       if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, calls % 2);
     } else if (warp <= shape.warps) {
       const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
-      stage_rows(job, shape, ring, number, warps, round.begin, start, end, window,
-                 [&](int place) { return (job.token_ranks[place] & others) != 0 ? place : -1; });
+      stage_rows(job, shape, ring, number, warps, round.begin, start, end, window, [&](int place) {
+        return rank_sets(job.token_ranks)[place] & others ? place : -1;
+      });
       if constexpr (R::kAreThere) {
         const RailRows rows{me.dispatch_bytes, layout.num_domains};
         const int own = layout.domain_of(me.rank);

@@ -23,6 +23,8 @@ from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import EpGroup
 
 MIN_COMPUTE_CAPABILITY = (9, 0)
+# Of GPUs with NVLink domains of more than 32, for which there are kernels of their own.
+WIDE_COMPUTE_CAPABILITY = (10, 0)
 DEFAULT_NUM_SMS = 32
 # SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs. One of our
 # CTAs takes nearly all the shared memory of its SM, so none of NCCL's fits next to it.
@@ -225,7 +227,9 @@ def _lsa_problem(group: EpGroup, places: Sequence[_Place], timeout_s: float) -> 
     except (EngineUnavailableError, LibraryError) as error:  # on all ranks
         return f"NCCL made no communicator: {error}"
     native = extension.load()
-    if communicator.lsa_size > (most := native.MAX_LOCAL_RANKS):
+    is_wide = tuple(places[0].capability) >= WIDE_COMPUTE_CAPABILITY
+    most = native.MAX_LOCAL_RANKS if is_wide else native.NARROW_LOCAL_RANKS
+    if communicator.lsa_size > most:
         return f"{communicator.lsa_size} ranks are in one NVLink domain: it takes at most {most}"
     if (domains := communicator.num_domains) > (most := native.MAX_DOMAINS):
         return f"the ranks are in {domains} NVLink domains: it takes at most {most}"

@@ -56,7 +56,7 @@ class PlanBuffers:
 
     Attributes:
         counts: int64 [2 * num_local_experts + 1].
-        token_routes: int32 [4, num_tokens].
+        token_routes: int32 [native.num_token_routes, num_tokens].
         kept: int32 [num_tokens, top_k], the assignments kept; None if nothing can be dropped.
         routes: int32, for the routes that arrive.
     """
@@ -81,7 +81,8 @@ class PlanBuffers:
         )
         num_counts = 2 * capacity.num_local_experts + 1
         counts = torch.empty(num_counts, dtype=torch.int64, device=device)
-        token_routes = torch.empty(4, num_tokens, dtype=torch.int32, device=device)
+        rows = native.num_token_routes
+        token_routes = torch.empty(rows, num_tokens, dtype=torch.int32, device=device)
         kept = None
         if may_drop:
             kept = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)

@@ -85,6 +85,8 @@ class NativeEngine(EngineBase[NativePlan]):
             group.announce(
                 f"{domains} NVLink domains of {ranks} ranks: kernels use the network (GIN)"
             )
+        if self.nodes.ranks_on_each > extension.load().NARROW_LOCAL_RANKS:
+            self.caps = dataclasses.replace(self.caps, low_latency_tokens=0)
         super().__init__(group, num_experts, config)
         self._shared, self._native = shared, shared.native
         self._protocol = HostProtocol(self, shared)

@@ -24,7 +24,8 @@ class NativePlan(RoutePlan):
     """Routes as the kernels keep them.
 
     Attributes:
-        token_routes: int32 [4, num_tokens]: the source rank's routes of each token.
+        token_routes: int32 [native.num_token_routes, num_tokens]: the source rank's routes of each
+            token.
         routes: int32: the pairs and assignments that this rank receives, with room for more; in
             static mode for as many as can arrive.
         most_tokens: the most tokens that any rank has.

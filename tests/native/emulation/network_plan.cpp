@@ -38,17 +38,19 @@ void Rows::put_rail_routes(Plan& plan, const Routing& routing, int rank, PlanCou
 void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank) {
   const RailRoutes& routes = plan.rail_routes;
   const int locals = sizes.ranks / sizes.domains, own = sizes.domain_of(rank);
+  const std::size_t groups = context(rank).control.rank_groups();
   const auto ranks_of = [&](int source, int token, int domain) {
-    std::uint32_t ranks = 0;
+    std::vector<std::uint32_t> ranks(groups, 0);
     for (int place = 0; place < locals; ++place) {
       for (const Pair& pair : routing.pairs[domain * locals + place]) {
         if (pair.source == source && pair.token == token && pair.num_rows() > 0) {
-          ranks |= 1u << place;
+          ranks[place / 32] |= 1u << place % 32;
         }
       }
     }
     return ranks;
   };
+  const std::vector<std::uint32_t> none(groups, 0);
   for (int domain = 0; domain < sizes.domains; ++domain) {
     if (domain == own) continue;
     // What this rank puts there.
@@ -84,11 +86,12 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
     int name = 0;
     for (int token = 0; token < routing.num_tokens[source]; ++token) {
       name = token % kChunk == 0 ? token : name;
-      const std::uint32_t ranks = ranks_of(source, token, own);
-      if (ranks == 0) continue;
-      require(routes.ranks_of[at + name] == ranks, "plan: ranks of node token ", name, " of rank ",
-              source);
-      if (ranks >> rank % locals & 1) {
+      const auto ranks = ranks_of(source, token, own);
+      if (ranks == none) continue;
+      require(std::equal(ranks.begin(), ranks.end(), routes.ranks_of + (at + name) * groups),
+              "plan: ranks of node token ", name, " of rank ", source);
+      const int place = rank % locals;
+      if (ranks[place / 32] >> place % 32 & 1) {
         const int pair = routes.own_pair[at + name];
         require(plan.received.pair_token[pair] == name &&
                     pair >= plan.received.first_pair[source] &&
@@ -105,7 +108,7 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
           require(routes.num_before(other, token) == number, "plan: node tokens of rank ", other,
                   " on rank ", rank);
         }
-        number += token < routing.num_tokens[other] && ranks_of(other, token, own) != 0;
+        number += token < routing.num_tokens[other] && ranks_of(other, token, own) != none;
       }
     }
   }

@@ -126,7 +126,7 @@ class Rank {
     job.tokens_per_expert = plan_.data<std::int64_t>();
     job.routed_per_expert = job.tokens_per_expert + control_.num_local();
     job.num_dropped = job.routed_per_expert + control_.num_local();
-    job.token_routes = TokenRoutes::in(routes_.data<std::int32_t>(), kTokens);
+    job.token_routes = TokenRoutes::in(routes_.data<std::int32_t>(), control_, kTokens);
     job.rail_routes = RailRoutes::in(rail_routes_.data<std::int32_t>(), control_, kTokens,
                                      num_chunks_of(kTokens));
     plan_count(context(), job, PlanScratch(scratch_.data<std::int32_t>(), control_, kCtas), kCtas,

@@ -26,12 +26,12 @@ void Rows::plan(int rank, int number) {
   OfRank& mine = ranks_[rank];
   Plan& plan = mine.plans[steps_[number].plan];
   const int top_k = routing.top_k, num_tokens = routing.num_tokens[rank];
-  const int local = sizes.local, sms = between(1, kSms);
+  const int local = sizes.local, sms = between(1, sizes.ranks > 40 ? 2 : kSms);
   const bool is_static = routing.limit > 0, drops = is_static && routing.may_drop;
   put_indices(plan, routing, rank);
   plan.counts.emplace(8 * (2 * local + 1), kGarbage);
-  plan.token_routes.emplace(16 * num_tokens, kGarbage);
   KernelContext me = context(rank, is_static ? call_of(number, rank == differing) : 0);
+  plan.token_routes.emplace(4 * TokenRoutes::rows(me.control) * num_tokens, kGarbage);
   Memory scratch(4 * PlanScratch::size(me.control, kSms), kGarbage);
   Memory kept(4 * num_tokens * top_k, kGarbage);
   const PlanScratch parts(scratch.data<std::int32_t>(), me.control, kSms);

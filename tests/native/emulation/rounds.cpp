@@ -171,7 +171,7 @@ class WithFailure {
                  ? Failing::kDiffers
                  : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
                            Failing::kDiffers})),
-        victim_(between(0, ranks_ - 1)),
+        victim_(between(ranks_ > 32 ? 32 : 0, ranks_ - 1)),
         kernels_left_(between(0, sequence.last_kernel())),
         current_step_(ranks_, 0),
         failed_in_(ranks_, kNever) {

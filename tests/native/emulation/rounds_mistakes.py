@@ -28,8 +28,7 @@ MISTAKES = {
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a domain says that it has pulled one before all of its ranks have": (
         "native/rails/phases.cuh",
-        "||\n" + " " * 19
-        + "«wait_for_round(me, Phase::kDispatch, local_rank(me, lane), number, epoch)»;",
+        "«wait_for_round(me, Phase::kDispatch, local_rank(me, place), number, epoch)»);",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a dispatch is over before other domains have pulled its last but one": (

@@ -92,10 +92,19 @@ void require_nan(Memory& memory, const char* what, int rank) {
 }  // namespace
 
 std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const Starts& starts) {
-  const bool has_rails = name.rfind("rails-", 0) == 0;
-  const std::string kind = has_rails ? name.substr(6) : name;
-  const int domains = has_rails ? draw_domains(ranks) : 1;
-  return std::make_unique<Rows>(kind, draw_sizes(kind, ranks, domains, starts));
+  const bool is_wide = name.rfind("wide-", 0) == 0;
+  const bool has_rails = name.find("rails-") != std::string::npos;
+  const std::string kind = name.substr((is_wide ? 5 : 0) + (has_rails ? 6 : 0));
+  const int domains = !has_rails ? 1 : is_wide ? 2 : draw_domains(ranks);
+  Sizes sizes = draw_sizes(kind, ranks, domains, starts);
+  if (is_wide) {
+    sizes.local = 1;
+    sizes.max_top_k = between(2, 6);
+    if (sizes.rounds == 1) sizes.max_tokens = between(2, 4);
+    sizes.max_row_bytes = 32;
+    emu::kMaxHeldBytes = 40 * 1024;  // a chunk, with tokens' assignments for each rank
+  }
+  return std::make_unique<Rows>(kind, sizes);
 }
 
 Rows::Rows(const std::string& kind, const Sizes& drawn)
@@ -133,7 +142,7 @@ void Rows::draw_steps(const std::string& kind, int number) {
     step.row_bytes = std::min(sizes.max_row_bytes, 16 * one_of({1, 3, 16, 65, 128, 129, 256, 384}));
     step.dtype = Numbers::of_any_dtype().dtype();
     step.phases = between(1, kind == "many" ? 2 : kPhases);
-    step.sms = between(min_ctas(sizes.ranks), kSms);
+    step.sms = std::max(min_ctas(sizes.ranks), between(min_ctas(1), kSms));
     step.has_weights = between(0, 1) == 1;
     steps_.push_back(step);
   }

@@ -63,7 +63,8 @@ class Rows : public Sequence {
                        ncclep::native::PlanCount* job);
   void check_rail_routes(const Plan& plan, const Routing& routing, int rank);
   ncclep::native::TokenRoutes token_routes_of(Plan& plan, int num_tokens) {
-    return ncclep::native::TokenRoutes::in(plan.token_routes->data<std::int32_t>(), num_tokens);
+    return ncclep::native::TokenRoutes::in(plan.token_routes->data<std::int32_t>(),
+                                           context(0).control, num_tokens);
   }
 
   const std::string kind_;

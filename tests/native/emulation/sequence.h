@@ -23,6 +23,9 @@
 //                rank gives up
 //   rails-ll-cut the same in low-latency mode
 //   short-...    any of these over queues of few places
+//   wide-...     many or failures, also rails-many, of small shapes, for more ranks of a domain
+//   than
+//                a warp has lanes; in the program with the kernels for such domains
 #pragma once
 
 #include <cstdint>

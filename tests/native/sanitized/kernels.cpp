@@ -36,10 +36,20 @@ void note_rows(const KernelContext& me, int num_phases, const Rails* rails) {
 
 }  // namespace
 
-std::size_t plan_shared_bytes() { return standin::shared_bytes; }
-std::size_t dispatch_shared_bytes() { return standin::shared_bytes; }
-std::size_t combine_shared_bytes() { return standin::shared_bytes; }
+template <>
+std::size_t plan_shared_bytes<1>() {
+  return standin::shared_bytes;
+}
+template <>
+std::size_t dispatch_shared_bytes<1>() {
+  return standin::shared_bytes;
+}
+template <>
+std::size_t combine_shared_bytes<1>() {
+  return standin::shared_bytes;
+}
 
+template <>
 void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch&, int,
                 std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
@@ -71,10 +81,12 @@ void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch
   standin::run_on_device(stream, [post] { post(true); });
 }
 
+template <>
 void drop_what_does_not_fit(const KernelContext&, const Drop&, const PlanScratch&, int,
                             std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
+template <>
 void plan_receive(const KernelContext& me, const ReceivedRoutes&, const PlanScratch&, int,
                   std::uintptr_t stream, const RailRoutes& rail_routes) {
   standin::note_kernel(stream);
@@ -85,17 +97,23 @@ void plan_receive(const KernelContext& me, const ReceivedRoutes&, const PlanScra
                                [](std::int32_t word) { return word == kMark; }),
                    "routes for other domains are lost when routes are received again");
 }
+template <>
 void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
 }
+template <>
+void begin_puts(const KernelContext&, std::uintptr_t, const Rails&) {}
+template <>
 void settle(const KernelContext&, std::uintptr_t, const Rails&) {
   if (fake_num_open_windows() > 0) ++standin::launched.num_closes;
 }
+template <>
 void dispatch(const KernelContext& me, const Dispatch& job, int, std::uintptr_t stream,
               const Rails* rails) {
   standin::note_kernel(stream);
   note_rows(me, job.num_phases, rails);
 }
+template <>
 void combine(const KernelContext& me, const Combine& job, int, std::uintptr_t stream,
              const Rails* rails) {
   standin::note_kernel(stream);

@@ -1,0 +1,3 @@
+// Dispatch for NVLink domains of more than 32 ranks (state.h).
+#define NCCLEP_RANK_GROUPS 3
+#include "native/rows/dispatch.cu"
