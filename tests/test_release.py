@@ -89,7 +89,7 @@ def test_wheels_of_several_pythons_share_kernels(
     source = ROOT / "csrc" / "native" / "plan" / "plan.cu"
 
     def compile_it(forced: bool = False) -> Path:
-        return Path(build.compile_kernels(None, tmp_path, [], tmp_path / "objects", forced, source))
+        return Path(build.compile_kernels(None, tmp_path, tmp_path / "objects", forced, [], source))
 
     with pytest.raises(subprocess.CalledProcessError):
         compile_it()
