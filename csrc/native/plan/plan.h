@@ -166,7 +166,7 @@ struct PlanCount {
 
 // The most shared memory of a CTA of plan's kernels, in bytes; see common/launch.h.
 template <int kGroups>
-std::size_t plan_shared_bytes();
+[[gnu::visibility("hidden")]] std::size_t plan_shared_bytes();
 
 // Queues `count`.  Collective.  `rails` are null unless there are several domains.
 template <int kGroups>

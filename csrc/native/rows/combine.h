@@ -31,7 +31,7 @@ struct Combine {
 
 // The most shared memory of a CTA of combine, in bytes; see common/launch.h.
 template <int kGroups>
-std::size_t combine_shared_bytes();
+[[gnu::visibility("hidden")]] std::size_t combine_shared_bytes();
 
 // Queues the combine.  Collective.  `rails` are null unless there are several domains.
 template <int kGroups>

@@ -29,7 +29,7 @@ struct Dispatch {
 
 // The most shared memory of a CTA of dispatch, in bytes; see common/launch.h.
 template <int kGroups>
-std::size_t dispatch_shared_bytes();
+[[gnu::visibility("hidden")]] std::size_t dispatch_shared_bytes();
 
 // Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
 template <int kGroups>
