@@ -33,6 +33,8 @@ ncclepResult_t result_of_exception() {
     return failed(ncclepSystemError, "out of host memory");
   } catch (const std::exception& error) {
     return failed(ncclepSystemError, error.what());
+  } catch (...) {  // of the caller's own functions, in C++
+    return failed(ncclepSystemError, "a function of the caller threw what is no std::exception");
   }
 }
 

@@ -29,13 +29,26 @@ __device__ inline int queue_of(const Rail& rail, int domain) {
   return ncclGin(rail.device, 0)._ginBackend == NCCL_NET_DEVICE_GIN_GPI ? 0 : domain;
 }
 
-// Places that a put takes in its queue: NCCL cuts it into pieces of 1 GiB, and GDAKI's signals take
-// a place of their own.
+// Places that a put takes in its queue.  The proxy and GDAKI cut it into pieces of 1 GiB, of which
+// there is one at least; a signal takes a place of its own with GDAKI, and the only one if there is
+// nothing else to put.
+__host__ __device__ constexpr std::uint64_t places_of(int backend, std::size_t num_bytes,
+                                                      bool has_signal) {
+  if (backend == NCCL_NET_DEVICE_GIN_GPI || (num_bytes == 0 && has_signal)) return 1;
+  const std::uint64_t pieces = (num_bytes + (std::size_t{1} << 30) - 1) >> 30;
+  return (pieces > 0 ? pieces : 1) + (backend == NCCL_NET_DEVICE_GIN_GDAKI && has_signal ? 1 : 0);
+}
+
+// A plan puts nothing to ranks that get nothing, and NCCL takes a place for that.
+static_assert(places_of(NCCL_NET_DEVICE_GIN_GDAKI, 0, false) == 1);
+static_assert(places_of(NCCL_NET_DEVICE_GIN_GDAKI, 0, true) == 1);
+static_assert(places_of(NCCL_NET_DEVICE_GIN_GDAKI, 8, true) == 2);
+static_assert(places_of(NCCL_NET_DEVICE_GIN_PROXY, 8, true) == 1);
+static_assert(places_of(NCCL_NET_DEVICE_GIN_PROXY, (std::size_t{1} << 30) + 1, false) == 2);
+
 __device__ inline std::uint64_t places_of(const Rail& rail, std::size_t num_bytes,
                                           bool has_signal) {
-  const std::uint64_t pieces = (num_bytes + (std::size_t{1} << 30) - 1) >> 30;
-  const bool is_apart = ncclGin(rail.device, 0)._ginBackend == NCCL_NET_DEVICE_GIN_GDAKI;
-  return is_apart ? pieces + (has_signal ? 1 : 0) : pieces > 0 ? pieces : 1;
+  return places_of(ncclGin(rail.device, 0)._ginBackend, num_bytes, has_signal);
 }
 
 __device__ inline int peer_in_queues(const Rail& rail, int domain) {

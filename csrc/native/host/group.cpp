@@ -203,6 +203,7 @@ void Group::settle() {
   if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
   const OwnStream stream;
   with_context(0, [&](const auto& me) {
+    begin_puts(me, stream.get(), *rails_);      // puts that gave up have kept their places
     native::settle(me, stream.get(), *rails_);  // which ends with its deadline
   });
   stream.wait("waiting for what is put to windows that close");

@@ -149,20 +149,22 @@ void Group::take_routes(Plan& plan, const ncclepTensor_t* routes, std::int64_t m
 void Group::plan_receive(Plan& plan, const ncclepTensor_t* routes, std::int64_t max_pairs,
                          std::int64_t max_assignments, int num_sms, std::uintptr_t stream) {
   check_plan(control_, plan);
-  const Tensor before = plan.routes;
-  take_routes(plan, routes, max_pairs, max_assignments);
+  check_num_sms(control_, num_sms, max_sms_);
+  Plan received = plan;  // a call that fails leaves the plan as it was
+  take_routes(received, routes, max_pairs, max_assignments);
   const std::size_t kept = rail_routes_size(control_, plan.num_chunks) * sizeof(std::int32_t);
   auto turn = take_turn(stream);
   if (kept > 0) {  // what the first kernel has written
-    cuda_check(cudaMemcpyAsync(plan.routes.data, before.data, kept, cudaMemcpyDeviceToDevice,
-                               reinterpret_cast<cudaStream_t>(stream)),
+    cuda_check(cudaMemcpyAsync(received.routes.data, plan.routes.data, kept,
+                               cudaMemcpyDeviceToDevice, reinterpret_cast<cudaStream_t>(stream)),
                "cudaMemcpyAsync");
   }
   with_context(0, [&](const auto& me) {
-    native::plan_receive(me, received_routes(plan), plan_scratch(num_sms), num_sms, stream,
-                         rail_routes(plan));
+    native::plan_receive(me, received_routes(received), plan_scratch(num_sms), num_sms, stream,
+                         rail_routes(received));
   });
   turn.end();
+  plan = received;
 }
 
 Group::Rows Group::rows_at(Phase phase, const Plan& plan, const ncclepRows_t& given) const {

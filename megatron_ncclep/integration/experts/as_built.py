@@ -55,17 +55,20 @@ class AsBuilt:
                 own = module.__dict__
                 if (
                     module.__class__ is not kind
-                    or own["_backward_hooks"]
-                    or own["_backward_pre_hooks"]
                     or "forward" in own
                     or kind.forward is not forward
                     or own["_modules"] != children
                     or list(map(type, own["_parameters"].values())) != parameters
                     or own.get("activation_func") is not activation
+                    or ((hooks := own["_forward_hooks"]) and any(map(_is_users, hooks.values())))
                     or (
                         (hooks := own["_forward_pre_hooks"]) and any(map(_is_users, hooks.values()))
                     )
-                    or ((hooks := own["_forward_hooks"]) and any(map(_is_users, hooks.values())))
+                    or ((hooks := own["_backward_hooks"]) and any(map(_is_users, hooks.values())))
+                    or (
+                        (hooks := own["_backward_pre_hooks"])
+                        and any(map(_is_users, hooks.values()))
+                    )
                 ):
                     self.found = self._words(module, kind, forward, children, activation)
                     break
@@ -102,5 +105,5 @@ def _kind(module: nn.Module | None) -> str:
 def _is_users(hook: Any) -> bool:
     return (
         getattr(hook, "__qualname__", "") != _DDP_HOOK
-        and getattr(hook, "__module__", "") != _CAPTURE
+        and getattr(hook, "__globals__", {}).get("__name__") != _CAPTURE
     )

@@ -4,7 +4,8 @@ quantisers had no effect, and frozen experts were trained, for people who had as
 
 from __future__ import annotations
 
-from typing import Any
+from functools import wraps
+from types import FunctionType
 from unittest import mock
 
 import pytest
@@ -74,16 +75,16 @@ def test_the_hooks_of_a_capture() -> None:
     """
     from megatron_ncclep.integration.experts.as_built import AsBuilt
 
-    def hook_fn(module: torch.nn.Module, inputs: Any, outputs: Any) -> None: ...
-
     experts = torch.nn.Sequential(torch.nn.Linear(2, 2))
     built = AsBuilt(experts)
-    hook_fn.__module__ = "transformer_engine.pytorch.graph"
+    names = {"__name__": "transformer_engine.pytorch.graph"}
+    hook_fn = FunctionType((lambda module, inputs, outputs: None).__code__, names)
     for module in experts.modules():
         module.register_forward_hook(hook_fn)
     assert built.change() is None
-    hook_fn.__module__ = __name__
-    assert built.change() == "the experts (Sequential) has a forward hook"
+    # A user's, which looks like it.
+    experts[0].register_forward_hook(wraps(hook_fn)(lambda *_: None))
+    assert built.change() == "0 (Linear) has a forward hook"
 
 
 def test_a_graph_is_not_captured(ctx: RankContext) -> None:

@@ -57,7 +57,7 @@ def install_pair(monkeypatch: pytest.MonkeyPatch, *pair: str) -> None:
 
 @pytest.mark.parametrize(
     ("quack", "cutlass"),
-    [("0.7.0", "4.8.0"), ("0.6.5", "4.7.0"), ("0.6.5", "4.8.1"), ("0.3.11", "4.5.2")],
+    [("0.7.0", "4.8.0"), ("0.6.5", "4.7.0"), ("0.6.5", "4.8.0rc1"), ("0.3.11", "4.5.2")],
 )
 def test_an_untried_pair(quack: str, cutlass: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.24 brings nvidia-cutlass-dsl 4.5.2: nothing looked at it, and the first step of a
@@ -66,17 +66,16 @@ def test_an_untried_pair(quack: str, cutlass: str, monkeypatch: pytest.MonkeyPat
     install_pair(monkeypatch, quack, cutlass)
     reason = str(fused_swiglu.unavailable_reason(torch.device("cuda"), torch.bfloat16))
     assert f"quack-kernels {quack} with nvidia-cutlass-dsl {cutlass} is installed" in reason
-    assert "only 0.6.5 with 4.7.1 to 4.8.0 was tried: pip install 'megatron-ncclep[exp" in reason
+    assert "only 0.6.5 with 4.7.1 or 4.8.0 was tried: pip install 'megatron-ncclep[exp" in reason
 
 
 def test_pip_installs_what_is_taken() -> None:
-    """The extra `experts` and the check at run time name the same versions."""
+    """The extra `experts` names the versions that ran, which the check at run time takes."""
     declared = re.search(r"^experts = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    oldest, newest = fused_swiglu.COMPILERS
     assert declared is not None
     assert ast.literal_eval(declared[1]) == [
         f"{fused_swiglu.PACKAGE}=={fused_swiglu.VERSION}",
-        f"{fused_swiglu.COMPILER}[cu13]>={oldest},<={newest}",
+        f"{fused_swiglu.COMPILER}[cu13]=={fused_swiglu.COMPILERS[0]}",
     ]
 
 

@@ -173,6 +173,18 @@ void sizes() {
     must_fail("not received", dispatch);  // the host does not know yet how much arrives
     REQUIRE(!o.wait_for_sizes().has_room);
     must_fail("room for " + std::to_string(max_pairs) + " pairs", dispatch);
+    // Receiving that fails leaves the plan as it was: it was received, with routes that nothing had
+    // written.
+    std::int64_t size = 0;
+    must(ncclepRoutesSize(o.group, 2, 4, 128, &size));
+    const Numbers routes(ncclepInt32, {size});
+    for (const int num_sms : {0, 8}) {
+      if (num_sms > 0) standin::fail_after(0);
+      REQUIRE(ncclepPlanReceive(o.plan, o.group, routes, 2, 4, num_sms, pointer(kStream)) !=
+              ncclepSuccess);
+      standin::fail_after(-1);
+      must_fail("room for " + std::to_string(max_pairs) + " pairs", dispatch);
+    }
   }
   standin::plans = {kRows, 1, 2};
   const ncclepPlan_t before = o.plan;
