@@ -33,12 +33,13 @@ train: $(BUILT)  ## train a small mixture-of-experts GPT on this machine's CPU
 # Then the tests that depend on the release of Megatron-Core, with each release that
 # scripts/fetch_megatron.sh has unpacked, including MEGATRON_LM's; `make test PYTHON=3.11` runs all
 # tests with the oldest one.
+# With a '=': pytest would take a folder that exists for tests, and not know its own options.
 test: $(BUILT)  ## run the tests; ARGS="-k NAME" picks some
 	scripts/fetch_vllm.sh $(VENV) || echo "no vLLM: tests/serving is left out"
-	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS) --ran runs/ran)
+	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS) --ran=runs/ran)
 	$(if $(ARGS),,[ ! -d $(VENV)/megatron ] || scripts/fetch_megatron.sh $(VENV))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \
-	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --ran runs/ran --megatron RELEASE)
+	| xargs -r -P $(WORKERS) -I RELEASE $(BIN)/python -m pytest -q --ran=runs/ran --megatron RELEASE)
 
 gpu: $(BUILT)  ## run the tests that need GPUs, into runs/gpu; ARGS="contract faults" picks parts
 	$(BIN)/python scripts/gpu.py $(ARGS)

@@ -35,7 +35,7 @@ check() {
         "$bin/ncclep" train --ranks 2 --device cpu --compare alltoall --steps 20 &&
         "$bin/ncclep" bench --smoke) &&
         "$bin/python" -m benchmarks --smoke --out "$2/benchmarks" &&
-        "$bin/python" -m pytest -q -n 2 --ran runs/ran "${tests[@]}"
+        "$bin/python" -m pytest -q -n 2 --ran=runs/ran "${tests[@]}"
 }
 
 for end in "${ends[@]}"; do

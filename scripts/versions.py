@@ -3,7 +3,7 @@
     make versions                              # writes it, with the newest runs of this machine
     python scripts/versions.py [FILE...]       # says whether it is up to date
 
-FILE is what `pytest --ran FOLDER` has written (tests/ran.py); `--write` adds it to
+FILE is what `pytest --ran=FOLDER` has written (tests/ran.py); `--write` adds it to
 benchmarks/results/cpu-runs.json.  What has run on GPUs is in the other files there: results, and
 summaries of `make gpu`.
 """

@@ -1,4 +1,4 @@
-"""`pytest --ran FOLDER` writes with which versions the tests of a run have passed.
+"""`pytest --ran=FOLDER` writes with which versions the tests of a run have passed.
 
 scripts/versions.py makes the table of docs/versions.md of such files and of the results on GPUs.
 """
