@@ -154,7 +154,11 @@ class HostProtocol:
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 if most_tokens > expected:
                     memory = self._plan_memory(capacity, topk_idx)
-                self._raise_any(memory.problem)
+                problems = self._hosts.gather_problems(
+                    memory.problem, "plan", self._engine.timeout_s
+                )
+                if problems:
+                    raise InputError(f"plan: {problems}")
         except InputError as error:
             self._add_bad_routings(error)
             raise
@@ -191,14 +195,11 @@ class HostProtocol:
             )
         return None
 
-    def raise_bad_routing(self, topk_idx: torch.Tensor) -> None:
+    def raise_bad_routing(self, topk_idx: torch.Tensor) -> NoReturn:
         """Raise the same InputError on all ranks, which know that a routing is bad.  Collective."""
-        self._raise_any(checks.topk_value_problem(topk_idx, self._engine.num_experts))
-
-    def _raise_any(self, problem: str | None) -> None:
-        """Raise the problems that ranks have with a plan, on all of them.  Collective."""
-        if problems := self._hosts.gather_problems(problem, "plan", self._engine.timeout_s):
-            raise InputError(f"plan: {problems}")
+        problem = checks.topk_value_problem(topk_idx, self._engine.num_experts)
+        problems = self._hosts.gather_problems(problem, "plan", self._engine.timeout_s)
+        raise InputError(f"plan: {problems}")
 
     def _plan_memory(
         self, capacity: PlanCapacity, topk_idx: torch.Tensor
