@@ -57,29 +57,40 @@ __device__ inline int peer_in_queues(const Rail& rail, int domain) {
              : ncclTeamRankToWorld(rail.device, ncclTeamRail(rail.device), domain);
 }
 
+// A rank's queues, as each backend keeps them.
+template <typename Context>
+__device__ const ncclGinProxyGpuCtx_t& proxy_queues(const Context& context) {
+  return static_cast<const ncclGinProxyGpuCtx_t*>(context.handle)[context.contextId];
+}
+#if NCCL_GIN_GDAKI_ENABLE
+template <typename Context>
+__device__ auto* gdaki_queues(const Context& context) {
+  return static_cast<ncclGinGdakiGPUContext*>(context.handle)[context.contextId].gdqp;
+}
+#endif
+#if NCCL_GIN_GPI_ENABLE
+template <typename Context>
+__device__ const Queue_t& gpi_queue(const Context& context) {
+  return nccl::gin::gpi::gpi_gpu_channel_get_ptr(context)->queue_;
+}
+#endif
+
 // Places of the queue to the rail peer in `domain` that puts have taken so far, from its beginning
 // on; with the proxy only the lower 32 bits.
 __device__ inline std::uint64_t places_taken(const Rail& rail, int domain) {
   const auto context = ncclGin(rail.device, 0)._makeCtx();
   const int peer = peer_in_queues(rail, domain);
   switch (context.backend) {
-    case NCCL_NET_DEVICE_GIN_PROXY: {
-      const auto& queue =
-          static_cast<const ncclGinProxyGpuCtx_t*>(context.handle)[context.contextId];
-      return *static_cast<const volatile std::uint32_t*>(queue.pis + peer);
-    }
+    case NCCL_NET_DEVICE_GIN_PROXY:
+      return *static_cast<const volatile std::uint32_t*>(proxy_queues(context).pis + peer);
 #if NCCL_GIN_GDAKI_ENABLE
-    case NCCL_NET_DEVICE_GIN_GDAKI: {
-      auto* const queue =
-          static_cast<ncclGinGdakiGPUContext*>(context.handle)[context.contextId].gdqp + peer;
-      return *static_cast<const volatile std::uint64_t*>(&queue->sq_rsvd_index);
-    }
+    case NCCL_NET_DEVICE_GIN_GDAKI:
+      return *static_cast<const volatile std::uint64_t*>(
+          &gdaki_queues(context)[peer].sq_rsvd_index);
 #endif
 #if NCCL_GIN_GPI_ENABLE
-    case NCCL_NET_DEVICE_GIN_GPI: {
-      const Queue_t& queue = nccl::gin::gpi::gpi_gpu_channel_get_ptr(context)->queue_;
-      return *static_cast<const volatile std::uint64_t*>(&queue.pi_);
-    }
+    case NCCL_NET_DEVICE_GIN_GPI:
+      return *static_cast<const volatile std::uint64_t*>(&gpi_queue(context).pi_);
 #endif
     default:
       return 0;
@@ -94,8 +105,7 @@ __device__ inline std::uint64_t room_up_to(const Rail& rail, int domain, std::ui
   const int peer = peer_in_queues(rail, domain);
   switch (context.backend) {
     case NCCL_NET_DEVICE_GIN_PROXY: {
-      const auto& queue =
-          static_cast<const ncclGinProxyGpuCtx_t*>(context.handle)[context.contextId];
+      const ncclGinProxyGpuCtx_t& queue = proxy_queues(context);
       const std::uint32_t done = *static_cast<const volatile std::uint32_t*>(queue.cis + peer);
       const auto beyond =
           static_cast<std::int32_t>(done + queue.queueSize - static_cast<std::uint32_t>(end));
@@ -103,8 +113,7 @@ __device__ inline std::uint64_t room_up_to(const Rail& rail, int domain, std::ui
     }
 #if NCCL_GIN_GDAKI_ENABLE
     case NCCL_NET_DEVICE_GIN_GDAKI: {
-      auto* const queue =
-          static_cast<ncclGinGdakiGPUContext*>(context.handle)[context.contextId].gdqp + peer;
+      auto* const queue = gdaki_queues(context) + peer;
       if (end <= queue->sq_wqe_num) return queue->sq_wqe_num;
       const std::uint64_t before = end - 1 - queue->sq_wqe_num;  // had the last place before
       return doca_gpu_dev_verbs_poll_one_cq_at(&queue->cq_sq, before) == 0 ? end : end - 1;
@@ -112,7 +121,7 @@ __device__ inline std::uint64_t room_up_to(const Rail& rail, int domain, std::ui
 #endif
 #if NCCL_GIN_GPI_ENABLE
     case NCCL_NET_DEVICE_GIN_GPI: {
-      const Queue_t& queue = nccl::gin::gpi::gpi_gpu_channel_get_ptr(context)->queue_;
+      const Queue_t& queue = gpi_queue(context);
       const std::uint64_t done = *static_cast<const volatile std::uint64_t*>(&queue.ci_->value);
       return done + (std::uint64_t{1} << queue.log_depth);
     }
