@@ -44,10 +44,12 @@ test: $(BUILT)  ## run the tests; ARGS="-k NAME" picks some
 gpu: $(BUILT)  ## run the tests that need GPUs, into runs/gpu; ARGS="contract faults" picks parts
 	$(BIN)/python scripts/gpu.py $(ARGS)
 
-lint: $(READY)  ## check style: Python, shell scripts, native sources
+lint: $(READY)  ## check style: Python, shell scripts, workflows, native sources
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-actions .github/actions/*/action.yml
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
 
 types: $(READY)  ## check types
