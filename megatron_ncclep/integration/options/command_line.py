@@ -73,6 +73,10 @@ def change_parse_args(original: Any) -> Any:
             EpConfig.resolve()  # a mistake in the environment, before anything is built
         if options or trains or generates:
             megatron_ncclep.install(**options)
+        if options:
+            # Where ranks are other processes than this one, as Ray's are, they have only these
+            # arguments, of which Megatron makes the config.
+            parsed.ncclep = EpConfig.resolve(**options).non_default()
         return parsed
 
     return parse_args
