@@ -9,6 +9,7 @@
 //                                (expert 0, place 1) of token 1; rank 1's: (expert 1, place 0)
 //     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
 //     row comes first; so rank 0's assignments have slots 0 2 1, and rank 1's assignment has slot 3
+//
 // Why no rank overwrites data that another still reads.  Operations of a rank run one after the
 // other, and data written in plan n is read in plan n only.
 // - Routes are in their writer's window, where the others' `receive` reads them.  At its end a rank

@@ -10,6 +10,7 @@
 //
 // Where the link is not the bottleneck (cta_roles.h), there are no sending CTAs, and the adding
 // ones store into the windows of other ranks themselves.
+//
 // *Summing* CTAs wait for the chunks of this rank's own tokens and add up the ranks' parts in
 // ascending order, this rank's own part straight from its rows, unrounded. They claim tokens from a
 // work counter, and warps of the other kinds join them when their own work is done.
@@ -103,7 +104,7 @@ __device__ void reduce_pairs(const KernelContext& ctx, const Combine& job, const
     sum->row = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;
     sum->num_rows = now.end - now.first;
     sum->part_begin = sum->part_end = 0;
-    sum->out = sends ? place_of_sum<R>(ctx, job, round, source, now.token, ctx.rank)
+    sum->out = sends ? address_of_sum<R>(ctx, job, round, source, now.token, ctx.rank)
                      : job.sums + static_cast<std::size_t>(now.pair) * job.row_bytes;
     if (sends_weights && lane < sum->num_rows) weight = job.w[now.slot];
     return true;
@@ -151,8 +152,8 @@ __device__ void combine_tokens(const KernelContext& ctx, const Combine& job, Row
       reinterpret_cast<const std::uint64_t*>(ctx.control_of[ctx.rank] + layout.pushed());
   const auto* values = reinterpret_cast<const float*>(ctx.control_of[ctx.rank] + layout.values());
   const int first_own = routes.pair_first[routes.first_pair[ctx.rank]];
-  // Prefetched as in `add`: the masks of the token after the next one, and the own slots of the
-  // next one.
+  // Prefetched as in `reduce_pairs`: the masks of the token after the next one, and the own slots
+  // of the next one.
   struct Token {
     int token = 0;
     RankSet ranks{};
@@ -213,7 +214,7 @@ __device__ void combine_tokens(const KernelContext& ctx, const Combine& job, Row
       if (!is_part[group]) continue;
       const int rank = group * kWarpSize + lane;
       parts[number_of(others & lower[group]) + (is_own_first || rank > ctx.rank ? own_rows : 0)] =
-          place_of_sum<NoRails>(ctx, job, {}, ctx.rank, now.token, rank);
+          address_of_sum<NoRails>(ctx, job, {}, ctx.rank, now.token, rank);
     }
     if (lane < own_rows) {
       parts[own_first + lane] = job.y + static_cast<std::size_t>(now.slot) * job.row_bytes;

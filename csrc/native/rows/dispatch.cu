@@ -12,9 +12,9 @@
 // nothing.  When it has seen all phases, it puts the weights into their slots.
 //
 // With several NVLink domains (rail_layout.h), staging CTAs also pack the rows of node tokens, in
-// the phases of their tokens, and put each phase to the rail peers.  A warp of the
-// last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
-// own.  With rounds (rails/rounds.cuh) all this goes on round by round.
+// the phases of their tokens, and put each phase to the rail peers.  A warp of the last CTA waits
+// for what the rail peers put, and signals it to the ranks of this domain as their own.  With
+// rounds (rails/rounds.cuh) all this goes on round by round.
 //
 // The window has two halves, for consecutive dispatches, or rounds: a rank that is still pulling
 // the previous dispatch is not disturbed by this one.  No rank still pulls the one before that,

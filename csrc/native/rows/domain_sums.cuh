@@ -257,7 +257,7 @@ class DomainSums {
       if (!is_part[group]) continue;
       const int other = group * kWarpSize + lane, before = number_of(others & ranks_before(other));
       parts_[before + (own_first == 0 || other > own_rank ? own_rows : 0)] =
-          place_of_sum<R>(ctx_, job_, round_, source, token, rank + group * kWarpSize);
+          address_of_sum<R>(ctx_, job_, round_, source, token, rank + group * kWarpSize);
     }
     if (lane < own_rows) {
       const int slot = routes.assignment_slot[first + lane];

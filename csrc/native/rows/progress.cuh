@@ -1,4 +1,5 @@
 // Progress of other ranks or CTAs, polled by one warp of a CTA for all of its warps.
+//
 // Work arrives from each source in units, each with its own flag, which holds an epoch.  Reading a
 // flag costs as much as moving a row, and ordering later accesses after it stalls a whole SM. So
 // one *watching* warp polls the flags, and the others read its findings in shared memory.

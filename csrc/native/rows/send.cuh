@@ -27,8 +27,8 @@ __device__ inline RailSums rail_sums(const KernelContext& ctx) {
 // Where in rank `source`'s window, or in that of its rail peer, the sum lies that `rank` sends for
 // `token`, which may be a node token's name.
 template <typename R>
-__device__ char* place_of_sum(const KernelContext& ctx, const Combine& job, const Round& round,
-                              int source, int token, int rank) {
+__device__ char* address_of_sum(const KernelContext& ctx, const Combine& job, const Round& round,
+                                int source, int token, int rank) {
   if constexpr (R::kEnabled) {
     const Control& layout = ctx.control;
     return ctx.rows_of[host_of(ctx, source)] + rail_sums(ctx).of_ranks(layout.domain_of(source)) +
@@ -100,7 +100,7 @@ __device__ inline void send_sums(const KernelContext& ctx, const Combine& job,
     if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_valid = false;
     const int offset = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
-    to[s] = place_of_sum<NoRails>(ctx, job, {}, now.source, now.token, ctx.rank) + offset;
+    to[s] = address_of_sum<NoRails>(ctx, job, {}, now.source, now.token, ctx.rank) + offset;
     ends_row[s] = piece == shape.pieces - 1;
     index[s] = ends_row[s] ? now.index : -1;
     if (index[s] >= 0) weight[s] = job.w[now.slot];
