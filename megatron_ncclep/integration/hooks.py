@@ -125,11 +125,10 @@ def install(**options: Any) -> None:
         IntegrationError: this Megatron-Core lacks a place that the integration patches, or a model
             was built before the options could take effect.
     """
-    resolved = EpConfig.resolve(**options) if options else None
-    if resolved is not None:
-        _require_no_model()
     use()
-    if resolved is not None:
+    if options:
+        resolved = EpConfig.resolve(**options)
+        _require_no_model()
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         use()  # what has been imported now

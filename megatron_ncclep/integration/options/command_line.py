@@ -15,12 +15,7 @@ from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
 from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
-from megatron_ncclep.integration.options.field import (
-    NAME,
-    TYPE_FIELD,
-    is_ours,
-    options_hidden,
-)
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, is_ours, options_hidden
 from megatron_ncclep.integration.patching import replaces
 
 
