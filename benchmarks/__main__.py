@@ -42,8 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
         "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
         ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
-        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
-        "and :optimizer_graph (Megatron-Core's)",
+        "forward and backward; needs grouped, implies static) or, in training, :router_fusion, "
+        ":partial_graphs and :optimizer_graph (Megatron-Core's)",
     )
     parser.add_argument(
         "--max-recv-rows",

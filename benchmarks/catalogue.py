@@ -17,7 +17,8 @@ Layers, experts and trainings are measured on request only.  Layers and training
 the order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
-    static          a fixed number of received rows (ncclep only), which graphs need and imply
+    static          a fixed number of received rows (ncclep only); full_iteration implies it
+    router_fusion   Megatron-Core's `moe_router_fusion` (training)
     full_iteration  forward and backward as one CUDA graph (ncclep with grouped)
     partial_graphs  Megatron-Core's graphs of attention, router and preprocessing (training)
     optimizer_graph the optimizer's step as one CUDA graph of Megatron-Core's (training)
@@ -62,6 +63,7 @@ FUSED = "fused"
 DEEPEP: dict[str, tuple[str, ...]] = {"deepep": (), "hybridep": (), "hybridep:fused": (FUSED,)}
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
+ROUTER_FUSION = "router_fusion"
 OPTIMIZER_GRAPH = "optimizer_graph"
 INSTALL_MEGATRON = "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
 INSTALL_ENGINE = "TransformerEngine, which is not installed: pip install 'megatron-ncclep[te]'"
@@ -109,6 +111,7 @@ class Variant:
     dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
     static: bool = False  # received tensors have a fixed number of rows
+    router_fusion: bool = False  # Megatron-Core's `moe_router_fusion`
     graphs: str | None = None  # FULL_ITERATION, PARTIAL_GRAPHS; None: no graphs of the passes
     optimizer_graph: bool = False  # the optimizer is one that can be captured,
     captures_optimizer: bool = False  # and is
@@ -146,7 +149,10 @@ EXPERTS = {
 }
 # Names with a dispatcher; parts in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
-TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
+TRAIN = (
+    "train:DISPATCHER[:grouped][:static][:router_fusion][:full_iteration or :partial_graphs]"
+    "[:optimizer_graph]"
+)
 # The subject whose losses the others are compared with.
 CONTROL = "train:alltoall"
 
@@ -188,11 +194,11 @@ def variant_of(name: str) -> Variant | None:
             f"subject {name!r}: the host waits for the numbers of rows, which one graph of an "
             f"iteration cannot contain: write {f'{GROUPED}:{graphs}' if ours else instead}"
         )
-    if graphs and STATIC in words:
+    if graphs == FULL_ITERATION and STATIC in words:
         raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
     return Variant(
         name, dispatcher, grouped=GROUPED in words,
-        static=STATIC in words or (graphs is not None and ours),
+        static=STATIC in words or graphs == FULL_ITERATION, router_fusion=ROUTER_FUSION in words,
         graphs=graphs, optimizer_graph=graphed, captures_optimizer=graphed,
     )  # fmt: skip
 
@@ -242,6 +248,8 @@ def unavailable_reason(
         return INSTALL_MEGATRON
     if variant.captured and device != "cuda":
         return f"a CPU has no CUDA graphs: leave {variant.captured} out"
+    if variant.router_fusion and device != "cuda":
+        return f"TransformerEngine's fused router needs a GPU: leave {ROUTER_FUSION} out"
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":
         return None
     if device != "cuda":

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -113,10 +114,11 @@ class SubjectModel(TrainedModel):
         config = transformer_config(
             settings, choice.dispatcher.dispatcher, setting.num_ranks, options,
             **fused, **choice.dispatcher.options, **graph_fields(choice.graphs),
+            **({"moe_router_fusion": True} if choice.router_fusion else {}),
         )  # fmt: skip
         super().__init__(
             settings, config, text.vocab_size, torch.device(setting.device),
-            _wrapping_stream(choice.graphs), distributed=True,
+            wrapping_stream(choice.graphs, on_gpu), distributed=True,
             **_optimizer_fields(choice.optimizer_graph),
         )  # fmt: skip
         self._graphs = _Graphs(choice, self, setting.num_ranks)
@@ -267,15 +269,21 @@ def graph_fields(graphs: str | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _wrapping_stream(graphs: str | None) -> Iterator[None]:
-    """The stream that DistributedDataParallel's hooks remember: that of the whole graph."""
+def wrapping_stream(graphs: str | None, on_gpu: bool) -> Iterator[None]:
+    """The stream that DistributedDataParallel's hooks remember, as in megatron.training.
+
+    That of the whole graph, or else one of their own: the default stream must not wait for one that
+    captures, which hooks that remember it would have it do.
+    """
     from megatron.core import full_cuda_graph
 
+    whole = graphs == FULL_ITERATION
     # Before 0.18 there is none.
-    if graphs != FULL_ITERATION or not hasattr(full_cuda_graph, "get_shared_capture_stream"):
+    if not on_gpu or (whole and not hasattr(full_cuda_graph, "get_shared_capture_stream")):
         yield
         return
-    stream, current = full_cuda_graph.get_shared_capture_stream(), torch.cuda.current_stream()
+    stream = full_cuda_graph.get_shared_capture_stream() if whole else torch.cuda.Stream()
+    current = torch.cuda.current_stream()
     stream.wait_stream(current)  # which initializes the weights that are copied
     with torch.cuda.stream(stream):
         yield
@@ -314,7 +322,11 @@ class _Graphs:
 
     def before_step(self, step: int) -> None:
         if self._partial is not None and step == EAGER_STEPS:
-            self._partial.create_cudagraphs()
+            try:
+                self._partial.create_cudagraphs()
+            except BaseException:
+                _abandon_capture()
+                raise
             self._captured = self._partial
 
     def close(self) -> None:
@@ -339,6 +351,18 @@ def clear_full_iteration() -> None:
     for name, nothing in (("cuda_graph", None), ("result", None), ("curr_iteration", 0)):
         getattr(FullCudaGraphWrapper, name).update(training=nothing, validation=nothing)
     StaticBufferLoader.static_buffers = {"training": [], "validation": []}
+
+
+def _abandon_capture() -> None:
+    """Let the subjects after one whose capture failed run: Megatron-Core leaves all of this set."""
+    from megatron.core.transformer import cuda_graphs
+
+    cuda_graphs._set_capture_end()
+    if find_spec("transformer_engine") is not None:
+        from transformer_engine.pytorch.graph import set_capture_end
+
+        set_capture_end()
+    gc.unfreeze()
 
 
 def _partial_graphs(model: TrainedModel, num_ranks: int) -> Any:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rank_pool import RankContext
 from stand_ins import setting_of
 
+from benchmarks import training_model
 from benchmarks.catalogue import known_variant
 from benchmarks.layer_model import initialize
 from benchmarks.result import KINDS
@@ -24,12 +29,14 @@ from benchmarks.training import (
     time_shares,
 )
 from benchmarks.training_model import (
+    EAGER_STEPS,
     STAND_IN,
     Curve,
     SubjectModel,
     load_text,
     provide_fusion,
     wgrad_gemm_accum_fp32,
+    wrapping_stream,
 )
 from megatron_ncclep.benchmark.ranks import Ranks
 
@@ -108,6 +115,78 @@ def test_graphs_must_give_the_bits() -> None:
     # A NaN is not equal to itself, and nothing to be content with.
     nothing = changed(losses=[5.0, float("nan")])
     assert "step 2: loss nan" in str(bits_problem(nothing, nothing))
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+class Streams:
+    """In place of CUDA's: which stream is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = mock.Mock(name="default stream")
+        for name, value in (
+            ("Stream", lambda: mock.Mock(name="a stream of its own")),
+            ("current_stream", lambda: self.current), ("stream", self.within),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("graphs", [None, "partial_graphs", "full_iteration"])
+def test_hooks_remember_a_stream_that_may_capture(
+    ctx: RankContext, monkeypatch: pytest.MonkeyPatch, graphs: str | None
+) -> None:
+    """`alltoall_fused:partial_graphs` failed on every GPU: "operation would make the legacy stream
+    depend on a capturing blocking stream".  DDP had been made on the default stream.
+    """
+    from megatron.core import full_cuda_graph
+
+    shared = mock.Mock(name="the stream of the whole graph")
+    monkeypatch.setattr(full_cuda_graph, "get_shared_capture_stream", lambda: shared, raising=False)
+    streams = Streams(monkeypatch)
+    default = streams.current
+    with wrapping_stream(graphs, on_gpu=True):
+        inside = streams.current
+    assert inside is not default
+    assert (inside is shared) == (graphs == "full_iteration")
+    # The weights are there before they are copied, and the copies before the optimizer's.
+    inside.wait_stream.assert_called_once_with(default)
+    default.wait_stream.assert_called_once_with(inside)
+    assert streams.current is default
+    with wrapping_stream(graphs, on_gpu=False):
+        assert streams.current is default
+
+
+def test_a_capture_that_fails_leaves_nothing_to_the_next_subject(
+    ctx: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed capture the next subject with graphs failed in its first layer, "a shape
+    mismatch": Megatron-Core still took itself to be capturing, and returned rows for outputs.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    class Helper:
+        def create_cudagraphs(self) -> None:
+            gc.freeze()
+            cuda_graphs._set_capture_start()
+            raise RuntimeError("cannot be captured")
+
+    monkeypatch.setattr(training_model, "_partial_graphs", lambda *args: Helper())
+    variant = known_variant("train:alltoall:partial_graphs")
+    graphs = training_model._Graphs(variant, mock.Mock(), num_ranks=1)
+    for step in range(EAGER_STEPS):
+        graphs.before_step(step)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        graphs.before_step(EAGER_STEPS)
+    assert not cuda_graphs.is_graph_capturing()
+    assert gc.get_freeze_count() == 0
+    graphs.close()  # there are none to delete
 
 
 # --- weight gradients of the output layer ---------------------------------------------------------

@@ -146,9 +146,10 @@ def test_refusals(tmp_path: Path, refused, words: str, message: str) -> None:
         ("train:alltoall:static", "dispatcher can be static"),
         ("train:alltoall:full_iteration", "write partial_graphs"),
         ("train:ncclep:native:full_iteration", "write grouped:full_it"),
-        ("train:ncclep:native:static:partial_graphs", "partial_graphs implies static: leave it"),
+        ("train:ncclep:native:grouped:static:full_iteration", "implies static: leave it out"),
         ("train:alltoall:partial_graphs", f"train:alltoall:partial_graphs: {CPU} partial_graphs"),
         ("train:alltoall:optimizer_graph", f"{CPU} optimizer_graph out"),
+        ("train:alltoall:router_fusion", "fused router needs a GPU: leave router_fusion out"),
     ],
 )
 def test_subjects_that_are_refused(refused, names: str, message: str) -> None:
@@ -244,7 +245,9 @@ def test_variants_of_a_training() -> None:
         (f"{ours}:grouped:static", (True, True, True, None, False)),
         # Graphs need a fixed number of rows.
         (f"{ours}:grouped:{graph}", (True, True, True, graph, False)),
-        (f"{ours}:partial_graphs", (True, False, True, "partial_graphs", False)),
+        # These end before the dispatch: exact mode, as most people would use them.
+        (f"{ours}:partial_graphs", (True, False, False, "partial_graphs", False)),
+        (f"{ours}:grouped:static:partial_graphs", (True, True, True, "partial_graphs", False)),
         ("alltoall_fused:optimizer_graph", (False, False, False, None, True)),
         (f"{ours}:grouped:{graph}:optimizer_graph", (True, True, True, graph, True)),
     ):
@@ -255,6 +258,8 @@ def test_variants_of_a_training() -> None:
     assert (eager.graphs, eager.captures_optimizer, eager.optimizer_graph) == (None, False, True)
     assert (eager.static, eager.captured) == (True, None)
     assert known_variant("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
+    fused = known_variant("train:alltoall_fused:router_fusion:partial_graphs")
+    assert (fused.router_fusion, fused.graphs) == (True, "partial_graphs")
 
 
 def test_on_gpus_graphs_hold_what_is_measured() -> None:
