@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -358,10 +357,8 @@ def _abandon_capture() -> None:
     from megatron.core.transformer import cuda_graphs
 
     cuda_graphs._set_capture_end()
-    if find_spec("transformer_engine") is not None:
-        from transformer_engine.pytorch.graph import set_capture_end
-
-        set_capture_end()
+    if cuda_graphs.HAVE_TE_GRAPHS:
+        cuda_graphs.te_set_capture_end()
     gc.unfreeze()
 
 
