@@ -46,6 +46,10 @@ def make_parser() -> argparse.ArgumentParser:
         ":partial_graphs and :optimizer_graph (Megatron-Core's)",
     )
     parser.add_argument(
+        "--shape", action="append", metavar="NAME",
+        help="of the file's shapes and trainings only this one; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-recv-rows",
         type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["kind"].parse,
         help="received rows of layers and trainings with a fixed number of them, in the form of "
@@ -73,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         EpError: a mistake that one process can detect; nothing is measured then.
     """
     if args.model_network is not None:
-        options = ("config", "subjects", "max_recv_rows", "ranks", "device", "samples", "warmup")
+        options = ("config", "subjects", "shape", "max_recv_rows", "ranks", "device", "samples",
+                   "warmup")  # fmt: skip
         given = [name for name in options if getattr(args, name) is not None]
         given += ["mode"] * (args.mode != HIGH_THROUGHPUT) + ["smoke"] * args.smoke
         if ignored := [f"--{name.replace('_', '-')}" for name in given]:

@@ -21,12 +21,13 @@ def flops_per_token(settings: Settings, vocab_size: int) -> float:
     given = settings.values.get
     if settings["multi-latent-attention"]:
         # With Megatron-Core's defaults.
-        lora, rank = given("q-lora-rank", 512), given("kv-lora-rank", 512)
+        lora, rank = given("q-lora-rank"), given("kv-lora-rank", 512)
         head, value = given("qk-head-dim", 128), given("v-head-dim", 128)
         rope = given("qk-pos-emb-head-dim", 64)
         query = heads * (head + rope)
         # The two norms in between are counted, as a weight of each row.
-        weights = lora * (hidden + query + 1) + rank * (hidden + heads * (head + value) + 1)
+        weights = lora * (hidden + query + 1) if lora else hidden * query
+        weights += rank * (hidden + heads * (head + value) + 1)
         weights += hidden * (rope + heads * value)
         attended = (query + heads * value) / 2
     else:

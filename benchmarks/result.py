@@ -56,6 +56,8 @@ class TrainingResult(Measured):
     settings: dict[str, Any] = field(default_factory=dict)  # the model's arguments
     tokens: int = 0  # of all ranks in one step
     text: str = ""  # the training text's description
+    vocab_size: int = 384  # rows of the embedding and of the output layer
+    load: float | None = None  # rows of the busiest rank in the first step, divided by the mean
     max_recv_rows: int | str | None = None  # of static subjects
     # The owner of the function that adds the output layer's weight gradients to main_grad, if the
     # layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.

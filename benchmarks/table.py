@@ -139,6 +139,8 @@ def _training(result: Measured, with_ratios: bool) -> list[Part]:
         rows = result["max_recv_rows"]
         static = f"; static: {rows} received rows" if rows is not None else ""
         head = f"{model_sizes(result)}, {result['tokens']} tokens a step{static}"
+        if result["load"] is not None:
+            head += f"; {result['shape']['routing']} routing, the busiest rank {result['load']:.2f}"
     if result["error"]:
         return [head, f"nothing was measured: {result['error']}"]
     measured = [

@@ -17,6 +17,7 @@ A replayed CUDA graph must give the bits of the same subject without graphs.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -34,9 +35,10 @@ from benchmarks import catalogue
 from benchmarks.catalogue import CONTROL, Variant, known_variant
 from benchmarks.layer_model import initialize
 from benchmarks.result import KINDS, TrainingResult, TrainResult
-from benchmarks.shapes import TrainingShape
+from benchmarks.shapes import BALANCED, TrainingShape
 from benchmarks.training_model import (
     EAGER_STEPS,
+    NUM_BATCHES,
     Curve,
     SubjectModel,
     Text,
@@ -101,6 +103,9 @@ class TrainingRun:
     def __init__(self, ranks: Ranks, job: Job, shape: TrainingShape) -> None:
         self._ranks, self._job, self._shape = ranks, job, shape
         self._settings = shape.settings(ranks.num_ranks)
+        # After the shape's `trained_steps`, if any: what subjects begin with, and the loss before.
+        self._start: dict[str, torch.Tensor] | None = None
+        self._first_loss = 0.0
 
     def run(self) -> TrainingResult:
         """Measure them.  Collective."""
@@ -118,13 +123,19 @@ class TrainingRun:
         if able := [entry for entry in entries if entry.result.status == "ok"]:
             ranks.step("text")
             initialize(ranks.setting)
-            text = load_text(settings, ranks, Path(self._job.out) / "data")
-            result.text = text.source
+            text = load_text(
+                settings, ranks, Path(self._job.out) / "data",
+                NUM_BATCHES + self._shape.trained_steps, self._shape.vocab_size,
+            )  # fmt: skip
+            result.text, result.vocab_size = text.source, text.vocab_size
             self._measure(able, text, result)
         return result
 
     def _measure(self, entries: list[_Entry], text: Text, result: TrainingResult) -> None:
         """Check and time subjects, and summarise them over the ranks."""
+        if steps := self._shape.trained_steps:
+            self._train_start(text)
+            text = dataclasses.replace(text, steps=text.steps[steps:])  # the others are not new
         control = next((entry for entry in entries if entry.choice.name == CONTROL), None)
         if control is None:  # all are compared with it, measured or not
             control = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
@@ -139,10 +150,24 @@ class TrainingRun:
                 if entry.result.status == "ok":
                     self._turn(entry, text, turn)
         curve = _curve_of(control)
-        result.fused_by = control.fused_by
+        result.fused_by, result.load = control.fused_by, curve.load
         for entry in entries:
             if entry.result.status == "ok":
                 self._finish(entry, curve, result.tokens)
+
+    def _train_start(self, text: Text) -> None:
+        """Train the control, and keep its weights, on the CPU, for all subjects to begin with."""
+        steps, values = self._shape.trained_steps, {}
+
+        def train(model: SubjectModel) -> None:
+            for _ in range(steps - CHECKED_STEPS):
+                model.step()
+                self._ranks.deadline()
+            values.update({name: value.cpu().clone() for name, value in model.values().items()})
+
+        first = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
+        self._train(first, first.choice, text, f"{steps} steps before all others", train)
+        self._first_loss, self._start = _curve_of(first).losses[0], values
 
     def _check_bits(self, entry: _Entry, text: Text) -> None:
         """Compare a subject that has graphs with itself without them, bit by bit."""
@@ -169,6 +194,8 @@ class TrainingRun:
             entry.times.append(ranks.timer.consecutive(model.step, asked.samples))
             ranks.deadline()
             first, last = _curve_of(entry).losses[0], float(model.loss)
+            if self._start is not None:  # later losses differ more from batch to batch
+                first = self._first_loss
             if not last < first:  # also true of a NaN
                 entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
             if dropped := catalogue.dropped_problem(model.num_dropped, asked.max_recv_rows):
@@ -196,7 +223,11 @@ class TrainingRun:
 
         def make() -> None:
             with excused(*choice.dispatcher.excuses):
-                models.append(SubjectModel(choice, self._settings, setting, text, max_recv_rows))
+                made = SubjectModel(
+                    choice, self._settings, setting, text, max_recv_rows,
+                    self._shape.routing == BALANCED, self._start,
+                )  # fmt: skip
+                models.append(made)
             entry.fused_by = models[0].fused_by
 
         def use() -> None:

@@ -20,6 +20,7 @@ from benchmarks import training_model
 from benchmarks.catalogue import known_variant
 from benchmarks.layer_model import initialize
 from benchmarks.result import KINDS
+from benchmarks.routers import even_experts
 from benchmarks.shapes import load
 from benchmarks.training import (
     Interval,
@@ -70,6 +71,75 @@ def test_right_results_pass_and_models_go_when_they_are_closed(
     assert problem is None, problem
     assert control.losses[-1] < control.losses[0] - 0.05
     assert alive == [], alive
+
+
+# --- routing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "groups", "of_token"),
+    [(128, 8, 2, 1, 1), (128, 64, 6, 1, 1), (512, 256, 8, 8, 4), (30, 8, 4, 1, 1)],
+)
+def test_even_experts(tokens: int, experts: int, top_k: int, groups: int, of_token: int) -> None:
+    found = even_experts(tokens, experts, top_k, groups, of_token, seed=3)
+    assert found.shape == (tokens, top_k)
+    assert all(len(set(row)) == top_k for row in found.tolist())
+    assert all(len(set(row)) <= of_token for row in (found // (experts // groups)).tolist())
+    whole = found[: tokens // experts * experts]
+    assert whole.flatten().bincount(minlength=experts).unique().numel() == 1
+    assert torch.equal(found, even_experts(tokens, experts, top_k, groups, of_token, seed=3))
+    assert not torch.equal(found, even_experts(tokens, experts, top_k, groups, of_token, seed=4))
+
+
+class Models:
+    """Makes models of the smoke shape."""
+
+    def __init__(self, ctx: RankContext, folder: Path, **changes: Any) -> None:
+        (shape,) = load("smoke").trainings
+        shape = dataclasses.replace(shape, changes=shape.changes | changes)
+        self.settings, self.ranks = shape.settings(ctx.num_ranks), Ranks(ctx, 60, "test")
+        initialize(self.ranks.setting)
+        self.text = load_text(self.settings, self.ranks, folder, 2 * STEPS, vocab_size=1000)
+
+    def make(self, name: str, first_batch: int = 0, **how: Any) -> SubjectModel:
+        text = dataclasses.replace(self.text, steps=self.text.steps[first_batch:])
+        variant, setting = known_variant(name), self.ranks.setting
+        return SubjectModel(variant, self.settings, setting, text, None, **how)
+
+
+def test_balanced_routing_is_even_for_every_dispatcher(ctx: RankContext, tmp_path: Path) -> None:
+    models = Models(ctx, tmp_path)
+    assert models.text.vocab_size == 1024
+    curves = []
+    for name in ("train:alltoall", "train:ncclep:reference"):
+        model = models.make(name, balanced=True)
+        curves.append(model.first_steps(2, models.ranks.deadline))
+        router = next(m for m in model.gpt.modules() if type(m).__name__ == "TopKRouter")
+        assert router.weight.main_grad.abs().max() > 0, "it learns as any other"
+        model.close()
+    control, ours = curves
+    assert (control.load, ours.load) == (1.0, 1.0)
+    assert curve_problem(ours, control, models.settings["moe-router-topk"]) is None
+    models.ranks.close()
+
+
+def test_a_subject_begins_where_the_control_has_ended(ctx: RankContext, tmp_path: Path) -> None:
+    """With its optimizer, whose weights in fp32 are others than the model's in bf16."""
+    models = Models(ctx, tmp_path, bf16=True)
+    control = models.make("train:alltoall")
+    assert control.first_steps(STEPS, models.ranks.deadline).load > 1.0
+    start = {name: value.clone() for name, value in control.values().items()}
+    control.step()
+    again = models.make("train:alltoall", STEPS, start=start)
+    again.step()
+    assert float(again.loss) == pytest.approx(float(control.loss), rel=1e-3)
+    for name, value in again.values().items():
+        # Adam's first step is at most the learning rate, with the decay of weights near 1.
+        rate, spacing = models.settings["lr"], torch.finfo(torch.bfloat16).eps / 2
+        assert (value - start[name]).abs().max() < 1.2 * rate + spacing, name
+    control.close()
+    again.close()
+    models.ranks.close()
 
 
 # --- what is compared ----------------------------------------------------------------------------

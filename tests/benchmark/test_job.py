@@ -68,6 +68,8 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
         (f"shapes: [{GOOD}]\ntrainings: [{TINY}]", "a different name"),
         (f"trainings: [{TINY[:-1]}, steps: 3}}]", "training a: unknown key 'steps'"),
         (f"trainings: [{TINY[:-1]}, microbatches: 0}}]", "microbatches 0: must be >= 1"),
+        (f"trainings: [{TINY[:-1]}, routing: even}}]", "routing 'even': one of natural, balanced"),
+        (f"trainings: [{TINY[:-1]}, on_ranks: 4}}]", "on_ranks 4: must be numbers of ranks"),
         (f"trainings: [{TINY[:-1]}, changes: {{global-batch-size: 4}}}}]", "leave it out"),
         (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
         (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3: one of 1, 16"),
@@ -110,6 +112,7 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--config training --subjects reference", "training has trainings only"),
         ("--device cpu --subjects train:alltoall", "modules, which need a GPU"),
         ("--device cuda", "no GPU is visible"),
+        ("--smoke --shape smoke", "--shape smoke: the file has smoke-fp32; smoke-bf16; smoke-tr"),
         ("--device cpu", "models takes hours on a CPU: give --smoke"),
         ("--smoke --ranks 16 --subjects train:alltoall", "training smoke-train: 8 experts cannot"),
         ("--smoke --max-recv-rows 64 --subjects layer:ncclep:native", "no subject has a fixed"),
@@ -234,6 +237,15 @@ def test_subjects_that_train_have_shapes_of_their_own() -> None:
     ]  # fmt: skip
     assert make("smoke", subjects=train).batches() == [[], list(job.trainings)]
     assert make("smoke", subjects="reference").trainings == ()
+    one = make("smoke", subjects="reference", shape="smoke-bf16")
+    assert [[shape.name for shape in batch] for batch in one.batches()] == [["smoke-bf16"]]
+
+
+def test_a_training_may_depend_on_the_number_of_ranks() -> None:
+    shape = shapes.TrainingShape("a", "tiny", {"num-layers": 3}, {2: {"num-layers": 2}})
+    assert shape.settings(2)["num-layers"] == 2
+    with pytest.raises(InputError, match="4 ranks: its sizes are for 2: give --ranks"):
+        shape.settings(4)
 
 
 def test_variants_of_a_training() -> None:
