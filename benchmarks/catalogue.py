@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +209,12 @@ def known_variant(name: str) -> Variant:
     variant = variant_of(name)
     assert variant is not None, name
     return variant
+
+
+def baseline(us: Mapping[str, float]) -> str | None:
+    """The fastest of layers or trainings without anything of ours, of their times by name."""
+    theirs = [name for name in us if (variant := variant_of(name)) and not variant.ours]
+    return min(theirs, key=us.__getitem__, default=None)
 
 
 def kind_of(name: str) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_ncclep.training.settings import TOP_K, Settings, layer_pattern
+
+TEXT_VOCABULARY = 384  # bytes, and the end of a file, padded
 
 
 def flops_per_token(settings: Settings, vocab_size: int) -> float:
@@ -41,3 +46,14 @@ def flops_per_token(settings: Settings, vocab_size: int) -> float:
     widths = sum(width if has_experts else dense for has_experts in pattern)
     weights = layers * weights + (3 if settings["swiglu"] else 2) * hidden * widths
     return 6.0 * (weights + layers * attended * settings["seq-length"] + hidden * vocab_size)
+
+
+def step_tflops(run: Mapping[str, Any]) -> dict[str, float]:
+    """TFLOP/s of a GPU in the steps of a training (see result.py), by the name of a subject."""
+    settings = Settings(run["settings"])
+    of_one_rank = settings["micro-batch-size"] * run["shape"]["microbatches"]
+    # Results from before the field was there have the text's vocabulary.
+    flops = flops_per_token(settings, run.get("vocab_size", TEXT_VOCABULARY))
+    flops *= of_one_rank / settings["global-batch-size"]
+    ran = [subject for subject in run["subjects"] if subject["tokens_per_s"]]
+    return {subject["name"]: flops * subject["tokens_per_s"] * 1e-12 for subject in ran}

@@ -7,8 +7,10 @@ from functools import cache
 from typing import Any
 
 import figures
-from results import RESULTS, Subjects, measured_on, read, step_tflops, subjects, table
+from results import RESULTS, Subjects, measured_on, read, subjects, table
 
+from benchmarks.catalogue import baseline
+from benchmarks.flops import step_tflops
 from megatron_ncclep.benchmark import STEPS
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS
 
@@ -30,8 +32,13 @@ PASSES = [
 ]  # fmt: skip
 DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
                "alltoall", "alltoall_fused")  # fmt: skip
-LAYERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
-          "alltoall_fused", "ncclep:native:grouped",
+# Of layers and trainings, where a result has them: Megatron-Core's, of which the fastest is what
+# ours are compared with, and ours.
+LAYERS = ("alltoall", "alltoall_fused", "alltoall_fused:router_fusion", "alltoall:partial_graphs",
+          "alltoall_fused:partial_graphs", "alltoall_fused:router_fusion:partial_graphs",
+          "flex_deepep_fused", "flex_hybridep", "flex_hybridep_fused",
+          "flex_hybridep_fused:partial_graphs", "ncclep:native", "ncclep:native:grouped",
+          "ncclep:native:grouped:partial_graphs",
           "ncclep:native:grouped:full_iteration")  # fmt: skip
 # Asked for, and named in the results with the reason why they have no times.
 FAILING = ("flex_ncclep", "gpt-oss-120b: deepep")
@@ -75,24 +82,44 @@ def times(
         return f"{us:,.0f}" if name == base else f"{us:,.0f} ({us / of[base]['sum_us']:.2f})"
 
     lines = [
-        [title or f"`{name.removeprefix('layer:')}`", *(cell(run, name, s) for s in SHAPES)]
-        for run, name, title in rows
+        [title or f"`{name}`", *(cell(run, name, s) for s in SHAPES)] for run, name, title in rows
     ]
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
+
+
+def speed(us: Mapping[str, float], name: str) -> str:
+    """How many times as fast as the fastest of Megatron-Core's a subject is, in brackets."""
+    base = baseline(us)
+    return " (**1**)" if name == base else f" ({us[base] / us[name]:.2f})" if base else ""
+
+
+def layers(num_gpus: int) -> str:
+    """Whole layers on so many GPUs."""
+    us = {shape: {name: s["sum_us"] for name, s in of.items()}
+          for shape, of in of_shapes(num_gpus, "layers").items()}  # fmt: skip
+
+    def row(name: str) -> list[str]:
+        full = f"layer:{name}"
+        return [f"`{name}`", *(f"{us[s][full]:,.0f}{speed(us[s], full)}" for s in SHAPES)]
+
+    rows = [row(name) for name in LAYERS if f"layer:{name}" in us[SHAPES[0]]]
+    gemms = limits(num_gpus, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
+                   lambda one: sum(one["products_us"].values()))  # fmt: skip
+    return table(["us", *(f"{shape}:" for shape in SHAPES)], [*rows, gemms])
 
 
 def steps(num_gpus: int) -> str:
     """Training steps on so many GPUs."""
     measured = result(num_gpus, "training")
     (of,), (run,) = subjects(measured, "trainings").values(), measured["trainings"]
-    rates, rows = step_tflops(run, num_gpus), []
-    base = of[f"train:{LAYERS[0]}"]["step"]["median_us"]
-    for name in LAYERS:
-        found = of[f"train:{name}"]
-        us, turns = found["step"]["median_us"], found["turns_us"]
-        each = " and ".join(f"{turn / 1000:.1f}" for turn in turns)
-        rows.append([f"`{name}`", f"{us / 1000:.1f} ({us / base:.2f})", each,
-                     f"{found['tokens_per_s']:,.0f}", f"{rates[f'train:{name}']:.0f}"])  # fmt: skip
+    rates, rows = step_tflops(run), []
+    us = {name: found["step"]["median_us"] for name, found in of.items()}
+    for name in (f"train:{name}" for name in LAYERS):
+        if name in of:
+            each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
+            rows.append([f"`{name.removeprefix('train:')}`",
+                         f"{us[name] / 1000:.1f}{speed(us, name)}", each,
+                         f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}"])  # fmt: skip
     return table(["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"], rows)
 
 
@@ -105,13 +132,9 @@ def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) ->
 def tables() -> dict[str, str]:
     """The tables by name."""
     hooks = [("hybridep", name, "") for name in DISPATCHERS]
-    layers = [("layers", f"layer:{name}", "") for name in LAYERS]
-    gemms = limits(4, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
-                   lambda one: sum(one["products_us"].values()))  # fmt: skip
     links = {gpus: limits(gpus, "hybridep", "the links' time", links_us) for gpus in (4, 2)}
     made = {"hooks on 4 GPUs": times(4, hooks, hooks[0][1], links[4]),
-            "layers on 4 GPUs": times(4, layers, layers[0][1], gemms),
-            "training on 4 GPUs": steps(4)}  # fmt: skip
+            "layers on 4 GPUs": layers(4), "training on 4 GPUs": steps(4)}  # fmt: skip
     for gpus, limit in links.items():
         made[f"libraries on {gpus} GPUs"] = times(gpus, PASSES, OURS, limit)
     return made
