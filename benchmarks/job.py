@@ -65,6 +65,7 @@ class Job(job.Job):
 
     trainings: tuple[TrainingShape, ...] = ()  # for subjects that train; empty if there are none
     max_recv_rows: int | str | None = None  # of layers and trainings that are static
+    trace: bool = False  # a step of each training is traced
 
     @classmethod
     def load(cls, config: str) -> shapes.Measurement:
@@ -103,6 +104,7 @@ class Job(job.Job):
             "shapes": _chosen(args, file, file.shapes) if not all(map(is_train, names)) else (),
             "trainings": _chosen(args, file, file.trainings) if any(map(is_train, names)) else (),
             "max_recv_rows": _max_recv_rows(args.max_recv_rows, names),
+            "trace": args.trace,
         }
 
     def kind_of(self, name: str) -> str:
@@ -127,6 +129,8 @@ class Job(job.Job):
         if self.trained and not self.trainings:
             wrong = f"{self.trained[0]} trains, and {self.config} has no trainings"
             raise InputError(f"{wrong}: give --config training")
+        if self.trace and (not self.trained or self.device != "cuda"):
+            raise InputError("--trace is for trainings on GPUs: leave it out, or name one")
         super().check()
         for training in self.trainings:
             training.settings(self.ranks)

@@ -19,16 +19,11 @@ from stand_ins import setting_of
 from benchmarks import training_model
 from benchmarks.catalogue import known_variant
 from benchmarks.layer_model import initialize
+from benchmarks.profiles import Interval, kernel_kind, time_shares
 from benchmarks.result import KINDS
 from benchmarks.routers import even_experts
 from benchmarks.shapes import load
-from benchmarks.training import (
-    Interval,
-    bits_problem,
-    curve_problem,
-    kernel_kind,
-    time_shares,
-)
+from benchmarks.training import bits_problem, curve_problem
 from benchmarks.training_model import (
     EAGER_STEPS,
     STAND_IN,

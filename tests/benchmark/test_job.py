@@ -112,6 +112,7 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--config training --subjects reference", "training has trainings only"),
         ("--device cpu --subjects train:alltoall", "modules, which need a GPU"),
         ("--device cuda", "no GPU is visible"),
+        ("--smoke --trace", "--trace is for trainings on GPUs"),
         ("--smoke --shape smoke", "--shape smoke: the file has smoke-fp32; smoke-bf16; smoke-tr"),
         ("--device cpu", "models takes hours on a CPU: give --smoke"),
         ("--smoke --ranks 16 --subjects train:alltoall", "training smoke-train: 8 experts cannot"),
