@@ -4,7 +4,7 @@
     nccl_ep_library[:PACKAGE]  NVIDIA's libnccl_ep called directly, without this package's checks:
                                the one that the engine nccl_ep uses, or the one of a package;
                                +pull_push and +fixed_order enable modes of transformer-engine's
-    deepep                     DeepEP V2, called directly
+    deepep[:no_overlap]        DeepEP V2, called directly; no_overlap: with all it takes for itself
     hybridep[:fused]           HybridEP with its permutation, called directly; fused: as one kernel
     alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
@@ -60,8 +60,11 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
     },
 }
 # Subjects of deepep.py -> their words.
-FUSED = "fused"
-DEEPEP: dict[str, tuple[str, ...]] = {"deepep": (), "hybridep": (), "hybridep:fused": (FUSED,)}
+FUSED, NO_OVERLAP = "fused", "no_overlap"
+DEEPEP: dict[str, tuple[str, ...]] = {
+    "deepep": (), "deepep:no_overlap": (NO_OVERLAP,),
+    "hybridep": (), "hybridep:fused": (FUSED,),
+}  # fmt: skip
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 ROUTER_FUSION = "router_fusion"

@@ -19,16 +19,21 @@ SHAPES = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")
 OURS = "native"
 _, *PARTS = STEPS  # without plan, which only some have
 TE = "nccl_ep_library:transformer-engine"
-# Rows of the tables of sums: the run, the subject, and its name where the table has another.
-PASSES = [
-    ("hybridep", OURS, ""), ("deepep", "native@24", ""),
-    ("deepep", "deepep", ""), ("deepep", "deepep@24", ""),
-    ("hybridep", "hybridep", ""), ("hybridep", "hybridep:fused", ""),
-    # With 24 SMs it is slower with every model.
-    ("deepep", "nccl_ep_library", "NVIDIA's, of nccl-extensions"),
-    ("te-library", TE, "NVIDIA's, of TransformerEngine"),
-    ("te-library", f"{TE}+pull_push", "the same, `+pull_push`"),
-    ("te-library", f"{TE}+pull_push@24", "the same, `+pull_push`, 24 SMs"),
+
+
+def settings(*names: str) -> tuple[str, ...]:
+    """These subjects with their own choice of SMs, and with others."""
+    return tuple(name + sms for name in names for sms in ("", "@16", "@24", "@32"))
+
+
+# Rows of the tables of sums: the run, subjects of which the fastest counts, and their name.
+Row = tuple[str, Sequence[str], str]
+PASSES: list[Row] = [
+    ("hybridep", (OURS,), f"`{OURS}`"), ("deepep", ("native@24",), "`native@24`"),
+    ("deepep", settings("deepep", "deepep:no_overlap"), "DeepEP V2"),
+    ("hybridep", settings("hybridep", "hybridep:fused"), "HybridEP"),
+    ("deepep", settings("nccl_ep_library"), "NVIDIA's, of nccl-extensions"),
+    ("te-library", settings(TE, f"{TE}+pull_push"), "NVIDIA's, of TransformerEngine"),
 ]  # fmt: skip
 DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
                "alltoall", "alltoall_fused")  # fmt: skip
@@ -42,10 +47,10 @@ LAYERS = ("alltoall", "alltoall_fused", "alltoall_fused:router_fusion", "alltoal
           "ncclep:native:grouped:full_iteration")  # fmt: skip
 # Asked for, and named in the results with the reason why they have no times.
 FAILING = ("flex_ncclep", "gpt-oss-120b: deepep")
-# Bars of the figure: the fastest of a library's subjects, the beginnings of whose names are here.
+# Bars of the figure, and how the names of their rows begin.
 BARS = {
-    "native": "native", "DeepEP V2": "deepep", "HybridEP": "hybridep",
-    "NVIDIA's libnccl_ep": "nccl_ep_library",
+    OURS: f"`{OURS}", "DeepEP V2": "DeepEP", "HybridEP": "Hybrid",
+    "NVIDIA's libnccl_ep": "NVIDIA",
 }  # fmt: skip
 
 
@@ -66,24 +71,30 @@ def of_shapes(num_gpus: int, run: str) -> dict[str, Subjects]:
     return subjects(result(num_gpus, run), "shapes")
 
 
-def times(
-    num_gpus: int, rows: Sequence[tuple[str, str, str]], base: str, limit: Sequence[str]
-) -> str:
+def fastest(num_gpus: int, run: str, names: Sequence[str], shape: str) -> tuple[str, float] | None:
+    """The fastest of these subjects and its sum; None if the run has none of them."""
+    of = of_shapes(num_gpus, run)[shape]
+    there = [(name, float(of[name]["sum_us"])) for name in names if name in of]
+    return min(there, key=lambda each: each[1], default=None)
+
+
+def times(num_gpus: int, rows: Sequence[Row], base: str, limit: Sequence[str]) -> str:
     """The sums of subjects for each shape, and how many times the one of `base` in the same run.
 
     `limit`: the last row, which says what bounds them.
     """
 
-    def cell(run: str, name: str, shape: str) -> str:
-        of = of_shapes(num_gpus, run)[shape]
-        if name not in of:
+    def cell(run: str, names: Sequence[str], shape: str) -> str:
+        if (found := fastest(num_gpus, run, names, shape)) is None:
             return "-"
-        us = of[name]["sum_us"]
-        return f"{us:,.0f}" if name == base else f"{us:,.0f} ({us / of[base]['sum_us']:.2f})"
+        name, us = found
+        if name == base:
+            return f"{us:,.0f}"
+        setting = name.removeprefix(names[0])
+        of_base = us / of_shapes(num_gpus, run)[shape][base]["sum_us"]
+        return f"{us:,.0f} ({of_base:.2f})" + f" `{setting}`" * bool(setting)
 
-    lines = [
-        [title or f"`{name}`", *(cell(run, name, s) for s in SHAPES)] for run, name, title in rows
-    ]
+    lines = [[title, *(cell(run, names, s) for s in SHAPES)] for run, names, title in rows]
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
 
 
@@ -131,9 +142,9 @@ def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) ->
 
 def tables() -> dict[str, str]:
     """The tables by name."""
-    hooks = [("hybridep", name, "") for name in DISPATCHERS]
+    hooks: list[Row] = [("hybridep", (name,), f"`{name}`") for name in DISPATCHERS]
     links = {gpus: limits(gpus, "hybridep", "the links' time", links_us) for gpus in (4, 2)}
-    made = {"hooks on 4 GPUs": times(4, hooks, hooks[0][1], links[4]),
+    made = {"hooks on 4 GPUs": times(4, hooks, DISPATCHERS[0], links[4]),
             "layers on 4 GPUs": layers(4), "training on 4 GPUs": steps(4)}  # fmt: skip
     for gpus, limit in links.items():
         made[f"libraries on {gpus} GPUs"] = times(gpus, PASSES, OURS, limit)
@@ -148,11 +159,8 @@ def figure() -> str:
         shape = one["shape"]["name"]
         bars: list[tuple[str, float | None]] = []
         for title, begin in BARS.items():
-            us = [
-                found["sum_us"]
-                for run, name, _ in PASSES
-                if name.startswith(begin) and (found := of_shapes(4, run)[shape].get(name))
-            ]
-            bars.append((title, min(us, default=None)))
+            rows = [(run, names) for run, names, name in PASSES if name.startswith(begin)]
+            found = [fastest(4, run, names, shape) for run, names in rows]
+            bars.append((title, min((each[1] for each in found if each), default=None)))
         groups.append((shape, links_us(one), bars))
     return figures.libraries(groups, measured_on(measured))
