@@ -9,7 +9,7 @@ from typing import Any
 import figures
 from results import RESULTS, Subjects, measured_on, read, subjects, table
 
-from benchmarks.catalogue import baseline
+from benchmarks.catalogue import baseline, known_variant
 from benchmarks.flops import step_tflops
 from megatron_ncclep.benchmark import STEPS
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS
@@ -37,14 +37,6 @@ PASSES: list[Row] = [
 ]  # fmt: skip
 DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
                "alltoall", "alltoall_fused")  # fmt: skip
-# Of layers and trainings, where a result has them: Megatron-Core's, of which the fastest is what
-# ours are compared with, and ours.
-LAYERS = ("alltoall", "alltoall_fused", "alltoall_fused:router_fusion", "alltoall:partial_graphs",
-          "alltoall_fused:partial_graphs", "alltoall_fused:router_fusion:partial_graphs",
-          "flex_deepep_fused", "flex_hybridep", "flex_hybridep_fused",
-          "flex_hybridep_fused:partial_graphs", "ncclep:native", "ncclep:native:grouped",
-          "ncclep:native:grouped:partial_graphs",
-          "ncclep:native:grouped:full_iteration")  # fmt: skip
 # Asked for, and named in the results with the reason why they have no times.
 FAILING = ("flex_ncclep", "gpt-oss-120b: deepep")
 # Bars of the figure, and how the names of their rows begin.
@@ -98,6 +90,12 @@ def times(num_gpus: int, rows: Sequence[Row], base: str, limit: Sequence[str]) -
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
 
 
+def rows_of(us: Mapping[str, float], more: Callable[[str], Sequence[str]]) -> list[list[str]]:
+    """Rows of layers or trainings, Megatron-Core's first: the name, and the other cells."""
+    names = sorted(us, key=lambda name: known_variant(name).ours)
+    return [[f"`{name.partition(':')[2]}`", *more(name)] for name in names]
+
+
 def speed(us: Mapping[str, float], name: str) -> str:
     """How many times as fast as the fastest of Megatron-Core's a subject is, in brackets."""
     base = baseline(us)
@@ -108,12 +106,9 @@ def layers(num_gpus: int) -> str:
     """Whole layers on so many GPUs."""
     us = {shape: {name: s["sum_us"] for name, s in of.items()}
           for shape, of in of_shapes(num_gpus, "layers").items()}  # fmt: skip
-
-    def row(name: str) -> list[str]:
-        full = f"layer:{name}"
-        return [f"`{name}`", *(f"{us[s][full]:,.0f}{speed(us[s], full)}" for s in SHAPES)]
-
-    rows = [row(name) for name in LAYERS if f"layer:{name}" in us[SHAPES[0]]]
+    rows = rows_of(
+        us[SHAPES[0]], lambda name: [f"{us[s][name]:,.0f}{speed(us[s], name)}" for s in SHAPES]
+    )
     gemms = limits(num_gpus, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
                    lambda one: sum(one["products_us"].values()))  # fmt: skip
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*rows, gemms])
@@ -123,15 +118,15 @@ def steps(num_gpus: int) -> str:
     """Training steps on so many GPUs."""
     measured = result(num_gpus, "training")
     (of,), (run,) = subjects(measured, "trainings").values(), measured["trainings"]
-    rates, rows = step_tflops(run), []
-    us = {name: found["step"]["median_us"] for name, found in of.items()}
-    for name in (f"train:{name}" for name in LAYERS):
-        if name in of:
-            each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
-            rows.append([f"`{name.removeprefix('train:')}`",
-                         f"{us[name] / 1000:.1f}{speed(us, name)}", each,
-                         f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}"])  # fmt: skip
-    return table(["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"], rows)
+    us, rates = {name: s["step"]["median_us"] for name, s in of.items()}, step_tflops(run)
+
+    def cells(name: str) -> list[str]:
+        each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
+        return [f"{us[name] / 1000:.1f}{speed(us, name)}", each,
+                f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}"]  # fmt: skip
+
+    head = ["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"]
+    return table(head, rows_of(us, cells))
 
 
 def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) -> list[str]:
