@@ -33,6 +33,7 @@ class TrainingShape(Checked):
     vocab_size: int | None = at_least(1, default=None)  # of the model; None: the text's
     routing: str = one_of(("natural", BALANCED), "natural")  # see routers.py
     trained_steps: int = at_least(0, default=0)  # of the control, before subjects begin
+    published: str = ""  # a rate that others have published, with what differs and the source
 
     def __str__(self) -> str:
         return f"training {self.name}"

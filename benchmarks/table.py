@@ -157,6 +157,8 @@ def _training(result: Measured, with_ratios: bool) -> list[Part]:
     times = {subject["name"]: subject["step"]["median_us"] for subject in measured}
     base = baseline(times) or next(iter(times), None)
     rates = step_tflops(result) if with_ratios else {}
+    if published := result["shape"].get("published"):
+        head += f"; published: {published}"
     if with_ratios and base is not None:
         head += f"; speed: times as fast as {base.removeprefix('train:')}"
 

@@ -143,7 +143,8 @@ class TrainingRun:
             values.update({name: value.cpu().clone() for name, value in model.values().items()})
 
         first = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
-        self._train(first, first.choice, text, f"{steps} steps before all others", train)
+        with mock.patch.dict(os.environ, DETERMINISTIC):
+            self._train(first, first.choice, text, f"{steps} steps before all others", train)
         self._first_loss, self._start = _curve_of(first).losses[0], values
 
     def _check_bits(self, entry: _Entry, text: Text) -> None:

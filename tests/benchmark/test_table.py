@@ -151,9 +151,12 @@ def test_steps_are_compared_with_the_fastest_of_megatrons() -> None:
     subjects = result["trainings"][0]["subjects"]
     careful = copy.deepcopy(subjects[0]) | {"name": "train:alltoall_fused:partial_graphs"}
     careful["step"]["median_us"] = 98.25e3
-    text = render(result | {"trainings": [{**result["trainings"][0], "subjects": [
-        *subjects, careful]}]})  # fmt: skip
-    assert "speed: times as fast as alltoall_fused:partial_graphs" in " ".join(text.split())
+    training = {**result["trainings"][0], "subjects": [*subjects, careful], "load": 1.5}
+    training["shape"] = training["shape"] | {"published": "299 on 16 GPUs"}
+    text = render(result | {"trainings": [training]})
+    head = " ".join(text.split())
+    assert "natural routing, rows of the busiest rank 1.50 of the mean" in head
+    assert "published: 299 on 16 GPUs; speed: times as fast as alltoall_fused:partial_g" in head
     assert row(text, "alltoall_fused:partial_graphs")[5] == "1.00"
     assert row(text, "ncclep:native:grouped:full_iteration")[5] == "1.50"
 
