@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from results import RESULTS, Subjects, measured_on, read, subjects, table
 
 from benchmarks.catalogue import baseline, known_variant
 from benchmarks.flops import step_tflops
+from benchmarks.table import busy_us, is_busy_known
 from megatron_ncclep.benchmark import STEPS
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS
 
@@ -90,10 +91,9 @@ def times(num_gpus: int, rows: Sequence[Row], base: str, limit: Sequence[str]) -
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
 
 
-def rows_of(us: Mapping[str, float], more: Callable[[str], Sequence[str]]) -> list[list[str]]:
-    """Rows of layers or trainings, Megatron-Core's first: the name, and the other cells."""
-    names = sorted(us, key=lambda name: known_variant(name).ours)
-    return [[f"`{name.partition(':')[2]}`", *more(name)] for name in names]
+def ours_last(names: Iterable[str]) -> list[str]:
+    """Layers or trainings, Megatron-Core's first."""
+    return sorted(names, key=lambda name: known_variant(name).ours)
 
 
 def speed(us: Mapping[str, float], name: str) -> str:
@@ -106,27 +106,33 @@ def layers(num_gpus: int) -> str:
     """Whole layers on so many GPUs."""
     us = {shape: {name: s["sum_us"] for name, s in of.items()}
           for shape, of in of_shapes(num_gpus, "layers").items()}  # fmt: skip
-    rows = rows_of(
-        us[SHAPES[0]], lambda name: [f"{us[s][name]:,.0f}{speed(us[s], name)}" for s in SHAPES]
-    )
+    rows = [
+        [f"`{name.removeprefix('layer:')}`",
+         *(f"{us[s][name]:,.0f}{speed(us[s], name)}" for s in SHAPES)]
+        for name in ours_last(us[SHAPES[0]])
+    ]  # fmt: skip
     gemms = limits(num_gpus, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
                    lambda one: sum(one["products_us"].values()))  # fmt: skip
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*rows, gemms])
 
 
-def steps(num_gpus: int) -> str:
-    """Training steps on so many GPUs."""
-    measured = result(num_gpus, "training")
-    (of,), (run,) = subjects(measured, "trainings").values(), measured["trainings"]
-    us, rates = {name: s["step"]["median_us"] for name, s in of.items()}, step_tflops(run)
-
-    def cells(name: str) -> list[str]:
-        each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
-        return [f"{us[name] / 1000:.1f}{speed(us, name)}", each,
-                f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}"]  # fmt: skip
-
+def steps(measured: dict[str, Any]) -> str:
+    """The training steps of a result; on one GPU also how busy that is."""
+    rows, trainings = [], measured["trainings"]
+    busy = all(map(is_busy_known, trainings))
+    for run, of in zip(trainings, subjects(measured, "trainings").values(), strict=True):
+        us, rates = {name: s["step"]["median_us"] for name, s in of.items()}, step_tflops(run)
+        which = f"{run['shape']['name']}: " * (len(trainings) > 1)
+        for name in ours_last(of):
+            each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
+            rows.append([
+                f"{which}`{name.removeprefix('train:')}`",
+                f"{us[name] / 1000:.1f}{speed(us, name)}", each,
+                f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}",
+                *([f"{100 * busy_us(of[name]) / us[name]:.0f}"] if busy else []),
+            ])  # fmt: skip
     head = ["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"]
-    return table(head, rows_of(us, cells))
+    return table(head + ["GPU busy, %:"] * busy, rows)
 
 
 def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) -> list[str]:
@@ -140,7 +146,8 @@ def tables() -> dict[str, str]:
     hooks: list[Row] = [("hybridep", (name,), f"`{name}`") for name in DISPATCHERS]
     links = {gpus: limits(gpus, "hybridep", "the links' time", links_us) for gpus in (4, 2)}
     made = {"hooks on 4 GPUs": times(4, hooks, DISPATCHERS[0], links[4]),
-            "layers on 4 GPUs": layers(4), "training on 4 GPUs": steps(4)}  # fmt: skip
+            "layers on 4 GPUs": layers(4),
+            "training on 4 GPUs": steps(result(4, "training"))}  # fmt: skip
     for gpus, limit in links.items():
         made[f"libraries on {gpus} GPUs"] = times(gpus, PASSES, OURS, limit)
     return made

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import comparison  # noqa: E402
 import figures  # noqa: E402
-from results import RESULTS, measured_on, read, table  # noqa: E402
+from results import RESULTS, measured_on, read  # noqa: E402
 
 from benchmarks.catalogue import baseline  # noqa: E402
 from benchmarks.flops import step_tflops  # noqa: E402
@@ -86,25 +86,6 @@ def gains() -> str:
     return figures.gains(groups, parts, measured_on(layers))
 
 
-def steps_table(training: dict[str, Any]) -> str:
-    """The training steps on one GPU, in docs/performance.md."""
-    rows = []
-    for run in training["trainings"]:
-        rates = step_tflops(run)
-        us = {subject["name"]: subject["step"]["median_us"] for subject in run["subjects"]}
-        base = us[str(baseline(us))]
-        for subject in run["subjects"]:
-            name = subject["name"]
-            busy = sum(subject["kinds_us"].values())
-            rows.append([
-                run["shape"]["name"].replace("x", " x "), f"`{name.removeprefix('train:')}`",
-                f"{us[name] / 1000:.1f}", f"{subject['tokens_per_s']:,.0f}",
-                f"{base / us[name]:.2f}", f"{rates[name]:.1f}", f"{100 * busy / us[name]:.0f}",
-            ])  # fmt: skip
-    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "GPU busy, %:"]
-    return table(head, rows)
-
-
 def options_list() -> str:
     """Every option of EpConfig and its default, from the code."""
     lines = []
@@ -127,7 +108,7 @@ def _quoted(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    parts = {"steps": steps_table(read(TRAINING)), "options": options_list(),
+    parts = {"steps": comparison.steps(read(TRAINING)), "options": options_list(),
              "variables": variables_list()}  # fmt: skip
     parts |= comparison.tables()
     drawn = {"gains": gains(), "libraries": comparison.figure()}
