@@ -26,13 +26,13 @@ class TrainingShape(Checked):
     name: str  # readable, unique in its file
     model: str  # name or path of a model file, as for `ncclep train --model`
     changes: dict[str, Any] = field(default_factory=dict)  # arguments that override it
-    on_ranks: dict[int, dict[str, Any]] = field(
-        default_factory=dict
-    )  # number of ranks -> further ones
+    # Number of ranks -> further ones.
+    on_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     microbatches: int = at_least(1, default=1)  # of one rank in one step
     vocab_size: int | None = at_least(1, default=None)  # of the model; None: the text's
     routing: str = one_of(("natural", BALANCED), "natural")  # see routers.py
-    trained_steps: int = at_least(0, default=0)  # of the control, before subjects begin
+    # Steps of the control, 5 at least, whose weights subjects begin with; 0: the initial ones.
+    trained_steps: int = at_least(0, default=0)
     published: str = ""  # a rate that others have published, with what differs and the source
 
     def __str__(self) -> str:

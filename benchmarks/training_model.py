@@ -226,8 +226,10 @@ class SubjectModel(TrainedModel):
         return output.detach().cpu(), gradient.cpu()
 
     def _weights(self) -> dict[str, tuple[float, float]]:
+        # Without copies in fp64, for which a model that fills the memory leaves no room.
+        wide = {"dtype": torch.float64}
         return {
-            name: (float(weight.double().sum()), float(weight.double().abs().sum()))
+            name: (float(weight.sum(**wide)), float(weight.abs().sum(**wide)))
             for name, weight in self.gpt.named_parameters()
         }
 
