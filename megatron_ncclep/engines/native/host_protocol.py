@@ -101,16 +101,23 @@ class HostProtocol:
     def begin_plan(self, topk_idx: torch.Tensor) -> PlanCall:
         """Check the arguments of plan; provide memory and windows for it."""
         self._engine.require_open()
-        problem = checks.topk_shape_problem(topk_idx, self._engine.group.device, self._engine.caps)
-        shape = NO_SHAPE if problem else (*topk_idx.shape, self._row_bytes)
+        problem = self._engine.topk_shape_problem(topk_idx)
+        shape = NO_SHAPE
+        if problem is None:
+            shape = (self._largest_batch(topk_idx), topk_idx.shape[1], self._row_bytes)
         fits = self._shared.begin(self._engine.timeout_s, *shape)
         is_known = (
             fits
             and self._is_static
             and not self._config.check_calls
-            # Where batch sizes vary, this one may be the first that is too large for the windows;
-            # while a graph is captured they cannot grow, and hosts need not meet.
-            and (self._shared.plans_to_meet == 0 or torch.cuda.is_current_stream_capturing())
+            # Where batch sizes vary, this one may be the first that is too large for the windows,
+            # if nobody has said how large they get; while a graph is captured they cannot grow,
+            # and hosts need not meet.
+            and (
+                self._shared.plans_to_meet == 0
+                or self._engine.declared_tokens > 0
+                or torch.cuda.is_current_stream_capturing()
+            )
         )
         if is_known:
             return self._known_plan(topk_idx, problem)
@@ -137,15 +144,17 @@ class HostProtocol:
         problem = problem or self._agreed_plan_problem()
         if problem is not None:
             self._raise_with_all(topk_idx, problem)
-        expected = max(self._most_tokens, topk_idx.shape[0])
+        largest = self._largest_batch(topk_idx)
+        expected = max(self._most_tokens, largest)
         capacity = self._capacity(expected, topk_idx)
         memory = self._plan_memory(capacity, topk_idx)
         try:
             agreement = self._engine.agree_on_routes(topk_idx, memory.problem)
-            most_tokens = max(agreement.gathered)
-            if self._is_static:  # for exact plans hosts agree anyway
+            most_tokens = max(largest, *agreement.gathered)
+            # For exact plans hosts agree anyway.
+            if self._is_static and not self._engine.declared_tokens:
                 self._shared.note_batches(agreement.gathered)
-            if not fits or most_tokens > topk_idx.shape[0]:
+            if not fits or most_tokens > largest:
                 self._shared.reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
@@ -169,6 +178,10 @@ class HostProtocol:
             memory = memory if smaller.problem else smaller
         self._most_tokens = max(self._most_tokens, most_tokens)
         return PlanCall(agreement.call, capacity, memory.buffers)
+
+    def _largest_batch(self, topk_idx: torch.Tensor) -> int:
+        """Tokens of the largest batch of which this rank knows that windows must be for it."""
+        return max(self._engine.declared_tokens, len(topk_idx))
 
     def _raise_with_all(self, topk_idx: torch.Tensor, problem: str) -> NoReturn:
         """Raise a problem of this rank with a plan on all ranks.  Collective."""

@@ -124,12 +124,12 @@ class Staging(Resource):
     def name(num_experts: int, config: EpConfig) -> str:
         """The name under which engines of a group share staging memory: those with equal staging.
 
-        A `max_recv_rows` that is a text also depends on the alignment, which otherwise only plans
-        need.
+        What a `max_recv_rows` that is a text means also depends on other options.
         """
-        rows = config.max_recv_rows
-        alignment = f" aligned to {config.block_alignment}" if isinstance(rows, str) else ""
-        return f"nccl_ep {num_experts} {rows}{alignment} {config.num_sms}"
+        rows, of = config.max_recv_rows, ""
+        if isinstance(rows, str):
+            of = f" of {config.max_tokens_per_rank} tokens aligned to {config.block_alignment}"
+        return f"nccl_ep {num_experts} {rows}{of} {config.num_sms}"
 
     @property
     def adds_by_assignment(self) -> bool:
