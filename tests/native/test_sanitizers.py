@@ -143,6 +143,7 @@ CASES = [
     "arguments",
     "domains",
     "versions",
+    "phases",
 ]
 
 

@@ -22,7 +22,7 @@ from megatron_ncclep.engines.native.buffers import (
     RowsBuffers,
     try_allocate,
 )
-from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup
+from megatron_ncclep.engines.native.group import BAD_ROUTING, ROW_BYTES, NativeGroup
 from megatron_ncclep.engines.native.plan import (
     HEADROOM,
     NativePlan,
@@ -91,7 +91,7 @@ class HostProtocol:
         self._engine, self._config, self._hosts = engine, engine.config, engine.group.hosts
         self._shared, self._native = shared, shared.native
         self._is_static = engine.config.max_recv_rows is not None
-        self._row_bytes = 16  # of the longest row so far
+        self._row_bytes = ROW_BYTES  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
         # Assignments that the next plan has room for, as a multiple of a balanced load.
         self._capacity_factor = HEADROOM

@@ -148,7 +148,8 @@ class Staging(Resource):
         """Return the handle of `plan` for rows of `row_bytes`.  Collective when it makes one."""
         route = plan.route
         needed = (plan.num_staged_tokens, row_bytes, plan.top_k)
-        if any(n > limit for n, limit in zip(needed, self._limits, strict=True)):
+        is_larger = any(n > limit for n, limit in zip(needed, self._limits, strict=True))
+        if self._staged is None or is_larger:
             self._grow(needed)
         if route.handle is None or route.staged is not self._staged:
             device, num_local = self._group.device, self._num_experts // self._group.size
@@ -161,6 +162,11 @@ class Staging(Resource):
             route.handle, route.memory, route.staged = handle, memory, self._staged
             self._routes.add(route)
         return route.handle
+
+    def release_memory(self) -> None:
+        """Free the staging memory, which the next rows make again.  Collective."""
+        self.close()
+        self._routes = weakref.WeakSet()
 
     def close(self) -> None:
         """Free the staging memory.  Collective."""

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "c_interface/handles.h"
 #include "objects.h"
 #include "standin.h"
 
@@ -318,6 +319,46 @@ void waiting() {
   standin::release();
 }
 
+// A process that hands the GPU to another one and takes it back, 50 times: windows are gone in
+// between, and a plan that was made before is as good afterwards.
+void phases() {
+  Objects o;
+  o.make();
+  ncclep::native::Group& group = *o.group->group;
+  o.make_plan(kRows);
+  must(ncclepLowLatencyDestroy(std::exchange(o.low_latency, nullptr)));
+  const std::size_t held = o.info().num_bytes;
+  const int allocations = standin::num_allocations();
+  for (int phase = 0; phase < 50; ++phase) {
+    o.dispatch();
+    group.release_windows();
+    group.release_windows();  // there is nothing left to give back
+    REQUIRE(o.info().num_bytes == 0 && fake_num_open_windows() == 0);
+    must_refuse([&] { o.dispatch(); });
+    o.reserve(kTokens);
+    REQUIRE(o.info().num_bytes == held && standin::num_allocations() == allocations);
+  }
+  // Graphs that held calls were dropped: windows may change again, and may not under new graphs.
+  standin::capture(kStream);
+  o.dispatch();
+  standin::capture(0);
+  REQUIRE(o.info().was_captured);
+  group.release_windows();
+  REQUIRE(!o.info().was_captured);
+  o.reserve(800);
+  // Kernels that have yet to run use the windows, which stay.
+  standin::hold(kStream);
+  o.dispatch();
+  bool is_late = false;
+  try {
+    group.release_windows();
+  } catch (const ncclep::PeerError&) {
+    is_late = true;
+  }
+  REQUIRE(is_late && fake_num_open_windows() == 2);
+  standin::release();
+}
+
 // What is wrong with single values is a result with a text.
 void results() {
   const ncclepCommConfig_t right{sizeof(right), {}, 2, 1, 0, 60.0, nccl_path, poll, nullptr};
@@ -438,9 +479,10 @@ void arguments() {
 
 int main(int num_words, char** words) {
   const std::map<std::string, void (*)()> cases = {
-      {"failures", failures}, {"order", order},      {"sizes", sizes},     {"late", late_ranks},
-      {"growth", growth},     {"waiting", waiting},  {"results", results}, {"arguments", arguments},
-      {"domains", domains},   {"versions", versions}};
+      {"failures", failures}, {"order", order},         {"sizes", sizes},
+      {"late", late_ranks},   {"growth", growth},       {"waiting", waiting},
+      {"results", results},   {"arguments", arguments}, {"domains", domains},
+      {"versions", versions}, {"phases", phases}};
   nccl_path = words[2];
   if (num_words > 3) emu::mistake = std::atoi(words[3]);
   fake_make_windows(words[1] == std::string("domains") ? 4 : 1);
