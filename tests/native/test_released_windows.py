@@ -105,6 +105,7 @@ def test_fifty_phases(options: dict[str, int]) -> None:
                 move(engines[0], begun)
             if phase % 3:
                 pair(low_latency)
+                assert natives[0].num_bytes == held[0]
             for engine in engines:
                 for num_tokens in (1 + group.rank, 300 - group.rank):
                     move(engine, plan_of(engine, num_tokens))

@@ -145,7 +145,7 @@ class Group {
                                                   const std::function<void()>& poll) const;
   void copy_waited_ns(const ncclepTensor_t* out, std::uintptr_t stream) const;
   void dispatch(const Plan& plan, const ncclepRows_t& given);
-  // Rows of scratch that a combine needs.
+  // Rows of scratch that a combine needs, whether or not there are windows for it.
   std::int64_t sums_size(const Plan& plan, int num_sms, int row_bytes) const;
   void combine(const Plan& plan, const ncclepRows_t& given);
 

@@ -110,14 +110,9 @@ class HostProtocol:
             fits
             and self._is_static
             and not self._config.check_calls
-            # Where batch sizes vary, this one may be the first that is too large for the windows,
-            # if nobody has said how large they get; while a graph is captured they cannot grow,
-            # and hosts need not meet.
-            and (
-                self._shared.plans_to_meet == 0
-                or self._engine.declared_tokens > 0
-                or torch.cuda.is_current_stream_capturing()
-            )
+            # Where batch sizes vary, this one may be the first that is too large for the windows;
+            # while a graph is captured they cannot grow, and hosts need not meet.
+            and (self._shared.plans_to_meet == 0 or torch.cuda.is_current_stream_capturing())
         )
         if is_known:
             return self._known_plan(topk_idx, problem)
@@ -151,7 +146,7 @@ class HostProtocol:
         try:
             agreement = self._engine.agree_on_routes(topk_idx, memory.problem)
             most_tokens = max(largest, *agreement.gathered)
-            # For exact plans hosts agree anyway.
+            # For exact plans hosts agree anyway, and what is declared does not grow.
             if self._is_static and not self._engine.declared_tokens:
                 self._shared.note_batches(agreement.gathered)
             if not fits or most_tokens > largest:
@@ -299,7 +294,7 @@ class HostProtocol:
                 "this batch has more tokens, a larger top-k or longer rows than all before, so "
                 f"this rank's windows must grow, but those of rank {rank} need not: in calls "
                 "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
-                "the largest batch first, or set check_calls",
+                "the largest batch first, or set max_tokens_per_rank or check_calls",
             )
 
 

@@ -92,7 +92,9 @@ def test_bits(ctx: RankContext) -> None:
             found, num_reruns = results_of(ctx, replace(EXACT, **options))
         assert (problems := differences(found, expected)) == [], (rows, problems)
         assert least <= num_reruns < len(LENGTHS)
-        assert bool(seen) == (rows == "auto"), (rows, seen)
+        # Most batches have far fewer than the most tokens: the limit becomes less than a balanced
+        # load of those.
+        assert (0 < min(seen, default=0) < 1000) == (rows == "auto"), (rows, seen)
         assert gathered(ctx, (num_reruns, seen)) == [(num_reruns, seen)] * 4
 
 

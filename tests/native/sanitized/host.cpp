@@ -335,6 +335,9 @@ void phases() {
     group.release_windows();  // there is nothing left to give back
     REQUIRE(o.info().num_bytes == 0 && fake_num_open_windows() == 0);
     must_refuse([&] { o.dispatch(); });
+    std::int64_t size = 0;  // the memory of a combine is allocated before there are windows for it
+    must(ncclepCombineScratch(o.group, o.plan, 8, 64, &size));
+    REQUIRE(size == kPairs);
     o.reserve(kTokens);
     REQUIRE(o.info().num_bytes == held && standin::num_allocations() == allocations);
   }
