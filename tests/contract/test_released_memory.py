@@ -36,9 +36,9 @@ def phases_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[
             x = batch.rows(ctx.rank, plan.num_tokens, salt=2)
             rows, row_w = of.dispatch(plan, x, batch.weights(ctx.rank))
             if phase % 3 == 1:
-                megatron_ncclep.release_memory()
+                megatron_ncclep.release_memory(ctx.group)
             out, topk_w = of.combine(plan, batch.rows(ctx.rank, plan.num_rows, salt=5), row_w)
-            megatron_ncclep.release_memory()
+            megatron_ncclep.release_memory(ctx.group)
             assert row_w is not None
             assert topk_w is not None
             results.append([rows, row_w, out, topk_w])
@@ -81,4 +81,7 @@ def test_all_ranks_release(ctx: RankContext, engine_name: str) -> None:
     megatron_ncclep.release_memory(group)  # nothing is left, as without engines
     with pytest.raises(GroupClosedError):
         engine.plan(topk_idx)
+    create_engine(group, 8, options).plan(topk_idx)
     dist.destroy_process_group(group)
+    megatron_ncclep.release_memory(group)  # what torch has destroyed, close() frees
+    megatron_ncclep.close(group)

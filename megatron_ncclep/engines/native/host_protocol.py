@@ -104,7 +104,8 @@ class HostProtocol:
         problem = self._engine.topk_shape_problem(topk_idx)
         shape = NO_SHAPE
         if problem is None:
-            shape = (self._largest_batch(topk_idx), topk_idx.shape[1], self._row_bytes)
+            largest = max(self._engine.declared_tokens, len(topk_idx))
+            shape = (largest, topk_idx.shape[1], self._row_bytes)
         fits = self._shared.begin(self._engine.timeout_s, *shape)
         is_known = (
             fits
@@ -116,7 +117,7 @@ class HostProtocol:
         )
         if is_known:
             return self._known_plan(topk_idx, problem)
-        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits))
+        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits, shape[0]))
 
     def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> PlanCall:
         """A static plan whose shape the other ranks need not know."""
@@ -129,17 +130,18 @@ class HostProtocol:
             problem = memory.problem
         self._shared.refuse("plan", problem)
 
-    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> PlanCall:
+    def _agreed_plan(
+        self, topk_idx: torch.Tensor, problem: str | None, fits: bool, largest: int
+    ) -> PlanCall:
         """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
 
-        Windows that are too small grow; `fits` says that they are large enough for this rank's
-        batch.
+        Windows that are too small grow; `fits` says that they are large enough for `largest`
+        tokens, those of this rank's batch or as declared.
         """
         # Allocated before the ranks agree, so a rank without memory can still tell the others.
         problem = problem or self._agreed_plan_problem()
         if problem is not None:
             self._raise_with_all(topk_idx, problem)
-        largest = self._largest_batch(topk_idx)
         expected = max(self._most_tokens, largest)
         capacity = self._capacity(expected, topk_idx)
         memory = self._plan_memory(capacity, topk_idx)
@@ -173,10 +175,6 @@ class HostProtocol:
             memory = memory if smaller.problem else smaller
         self._most_tokens = max(self._most_tokens, most_tokens)
         return PlanCall(agreement.call, capacity, memory.buffers)
-
-    def _largest_batch(self, topk_idx: torch.Tensor) -> int:
-        """Tokens of the largest batch of which this rank knows that windows must be for it."""
-        return max(self._engine.declared_tokens, len(topk_idx))
 
     def _raise_with_all(self, topk_idx: torch.Tensor, problem: str) -> NoReturn:
         """Raise a problem of this rank with a plan on all ranks.  Collective."""
