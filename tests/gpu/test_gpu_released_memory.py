@@ -29,8 +29,8 @@ pytestmark = pytest.mark.needs_caps(test=lambda caps: caps.name == "native")
 PHASES = 50
 # As large as those of test_gpu_rebuilding.py.
 TOKENS, HIDDEN, TOP_K = 16384, 1024, 2
-# Of low-latency mode: 2 x 1024 rows of 2 KiB from each rank.
-FEW, LEAST_FEW = 1024, 2 * 1024 * HIDDEN * 2
+# Of low-latency mode, the most: 512 rows of 2 KiB from each rank, and as many sums.
+FEW, LEAST_FEW = 512, 2 * 512 * HIDDEN * 2
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.needs_ranks(2))])
