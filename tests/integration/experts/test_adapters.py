@@ -1,0 +1,74 @@
+"""Adapters on experts: grouped ones gave a layer with any adapter to Megatron's experts, so that
+those who fine-tune with LoRA had none of their speed, and no CUDA graphs of the experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adapted_experts import ADAPTED, build_grouped, change, dropped, of_bridge
+from changed_experts import Change, train
+from megatron_setup import build_layer
+from rank_pool import RankContext
+
+from megatron_ncclep.config import EpConfig
+
+FIELDS: dict[str, Any] = {
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "bias_activation_fusion": True,
+}
+# The same padding, so that Megatron's experts multiply the same rows.
+THEIRS = EpConfig(experts="megatron", alignment=16)
+# Of the largest value.  Products are scaled, added up and rounded in other places: sums of at most
+# 32 terms, and in bf16 up to ten roundings of 2^-9 on the way to a gradient.
+CLOSE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+
+
+def compare(
+    ctx: RankContext, is_one: bool, adapted: Change, dtype: torch.dtype, **more: Any
+) -> None:
+    """Two micro-batches beside Megatron's experts, in exact and static mode; none falls back."""
+    build = build_grouped if is_one else build_layer
+    fields = {**FIELDS, "build": build, "dtype": dtype, **more}
+    expected, _, _ = train(adapted, THEIRS, "cpu", False, ctx.rank, **fields)
+    parts = ("linear_in", "linear_out", "lora_A", "lora_B")
+    for part in parts:
+        of_part = [v for key, v in expected.items() if part in key and v is not None]
+        assert not of_part or any(value.any() for value in of_part), part
+    for room in (None, 256):
+        options = EpConfig(experts="grouped", max_recv_rows=room)
+        found, _, said = train(adapted, options, "cpu", False, ctx.rank, **fields)
+        assert not any("Megatron's experts compute" in line for line in said)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if value is None or found[key] is None:
+                assert value is found[key] is None, key
+                continue
+            error = (found[key].double() - value.double()).abs().max()
+            assert error <= CLOSE[dtype] * value.double().abs().max(), (key, room)
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters(ctx: RankContext, name: str) -> None:
+    compare(ctx, *ADAPTED[name], torch.float64)
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["trained", "shared", "of each"])
+def test_other_dtypes(ctx: RankContext, name: str, dtype: torch.dtype) -> None:
+    compare(ctx, *ADAPTED[name], dtype)
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("position", ["pre", "post"])
+@pytest.mark.parametrize("kind", ["of one", "of each"])
+def test_dropout(ctx: RankContext, kind: str, position: str) -> None:
+    adapted = change(of_bridge(kind, dropout=0.3, dropout_position=position))
+    with dropped():
+        compare(ctx, kind == "of each", adapted, torch.float64)
