@@ -9,7 +9,6 @@ parametrization or a quantised weight has to count.  They compute adapters of kn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -138,14 +137,19 @@ class AsBuilt:
             now: list[Any] = [built.module._modules.get(layer) for built in holders]
             if now and not any(map(unread, now, self.linears[layer])):
                 self._wrappers[layer] = now
-        known = {id(built.module) for built in self._original}
-        self._now = []
+        self._now, inside = [], list[nn.Module]()
         for built in self._original:
-            wrapped = self._wrappers.keys() & built.children.keys()
-            inside = {layer: built.module._modules[layer] for layer in wrapped}
-            self._now.append(built._replace(children=built.children | inside))
-        for wrapper in chain(*self._wrappers.values()):
-            self._now += [_Built.of(m) for m in wrapper.modules() if id(m) not in known]
+            children = dict(built.children)
+            for name, before in built.children.items():
+                inner: Any = built.module._modules.get(name)
+                is_wrapper = inner in self._wrappers.get(name, ())
+                if inner is not before and (is_wrapper or _is_same_list(inner, before)):
+                    children[name] = inner
+                    inside.append(inner)
+            self._now.append(built._replace(children=children))
+        known = {id(built.module) for built in self._original}
+        modules = {id(m): m for module in inside for m in module.modules() if id(m) not in known}
+        self._now += map(_Built.of, modules.values())
 
     def _words(self, built: _Built) -> str:
         """What is not as it was on this module."""
@@ -170,6 +174,11 @@ class AsBuilt:
             return f"{where} has another activation_func"
         kinds = {n: type(p).__name__ for n, p in module._parameters.items()}
         return f"{where} has other parameters: {kinds}"
+
+
+def _is_same_list(now: Any, before: Any) -> bool:
+    """Whether the modules of a list are in another one, as after Megatron-Bridge's walk."""
+    return type(now) is type(before) is nn.ModuleList and [*now] == [*before]
 
 
 def _kind(module: nn.Module | None) -> str:

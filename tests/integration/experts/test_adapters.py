@@ -31,7 +31,10 @@ CLOSE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 def compare(
     ctx: RankContext, is_one: bool, adapted: Change, dtype: torch.dtype, **more: Any
 ) -> None:
-    """Two micro-batches beside Megatron's experts, in exact and static mode; none falls back."""
+    """Two micro-batches beside Megatron's experts, in exact and static mode; none falls back.
+
+    `is_one`: the layer has one module for all experts; `more`: fields of the config.
+    """
     build = build_grouped if is_one else build_layer
     fields = {**FIELDS, "build": build, "dtype": dtype, **more}
     expected, _, _ = train(adapted, THEIRS, "cpu", False, ctx.rank, **fields)

@@ -203,3 +203,15 @@ def test_not_all_experts() -> None:
         assert built.change() is None
     two.linear_fc1._adapter_enabled = False
     assert "differ by expert" in str(built.change())
+
+
+def test_the_list_of_experts() -> None:
+    """Megatron-Bridge walks over a model and puts the same experts into a new list."""
+    holder = nn.Module()
+    holder.local_experts = nn.ModuleList(experts() for _ in range(2))
+    built = AsBuilt(holder)
+    one, two = holder.local_experts
+    holder.local_experts = nn.ModuleList([one, two])
+    assert built.change() is None
+    holder.local_experts = nn.ModuleList([two, one])
+    assert "local_experts of the experts (Module) is now a ModuleList" in str(built.change())
