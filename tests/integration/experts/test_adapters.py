@@ -29,14 +29,15 @@ CLOSE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 
 def compare(
-    ctx: RankContext, is_one: bool, adapted: Change, dtype: torch.dtype, **more: Any
+    ctx: RankContext, is_one: bool, adapted: Change, dtype: torch.dtype, **ours: Any
 ) -> None:
     """Two micro-batches beside Megatron's experts, in exact and static mode; none falls back.
 
-    `is_one`: the layer has one module for all experts; `more`: fields of the config.
+    `is_one`: the layer has one module for all experts; `ours`: fields of the config of grouped
+    experts.
     """
     build = build_grouped if is_one else build_layer
-    fields = {**FIELDS, "build": build, "dtype": dtype, **more}
+    fields = {**FIELDS, "build": build, "dtype": dtype}
     expected, _, _ = train(adapted, THEIRS, "cpu", False, ctx.rank, **fields)
     parts = ("linear_in", "linear_out", "lora_A", "lora_B")
     for part in parts:
@@ -44,7 +45,7 @@ def compare(
         assert not of_part or any(value.any() for value in of_part), part
     for room in (None, 256):
         options = EpConfig(experts="grouped", max_recv_rows=room)
-        found, _, said = train(adapted, options, "cpu", False, ctx.rank, **fields)
+        found, _, said = train(adapted, options, "cpu", False, ctx.rank, **fields, **ours)
         assert not any("Megatron's experts compute" in line for line in said)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -75,3 +76,35 @@ def test_dropout(ctx: RankContext, kind: str, position: str) -> None:
     adapted = change(of_bridge(kind, dropout=0.3, dropout_position=position))
     with dropped():
         compare(ctx, kind == "of each", adapted, torch.float64)
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("name", ["of each", "shared, trained"])
+def test_recomputed_activations(ctx: RankContext, name: str) -> None:
+    """The rows of linear_fc2, which its adapters need too, are made again in backward.  Megatron's
+    are kept: on a CPU it does not make them again.
+    """
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    fields = {**recomputed, "moe_grouped_gemm": True}  # Megatron wants it for moe_act
+    compare(ctx, *ADAPTED[name], torch.float64, **fields)
+
+
+def test_weights_that_are_still_on_their_way(ctx: RankContext) -> None:
+    """With overlap_param_gather a hook of DDP's on each module waits for its weights; those of
+    adapters would be the last step's.
+    """
+    called: list[str] = []
+
+    def change_layer(layer: Any, seen: Any) -> None:
+        ADAPTED["shared"][1].make(layer, seen)
+        for name, module in layer.experts.named_modules():
+            if module._parameters:
+                hook = lambda module, inputs, name=name: called.append(name)  # noqa: E731
+                hook.__qualname__ = "DistributedDataParallel._make_forward_pre_hook.<locals>.hook"
+                module.register_forward_pre_hook(hook)
+
+    options = {"build": build_grouped, **FIELDS}
+    train(Change(change_layer), EpConfig(experts="grouped"), "cpu", False, ctx.rank, **options)
+    parts = ("to_wrap", "adapter.linear_in", "adapter.linear_out")
+    once = [f"linear_{fc}.{part}" for fc in ("fc1", "fc2") for part in parts]
+    assert sorted(called) == sorted(2 * once)
