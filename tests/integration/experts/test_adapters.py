@@ -5,6 +5,7 @@ those who fine-tune with LoRA had none of their speed, and no CUDA graphs of the
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -86,7 +87,12 @@ def test_recomputed_activations(ctx: RankContext, name: str) -> None:
     """
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     fields = {**recomputed, "moe_grouped_gemm": True}  # Megatron wants it for moe_act
-    compare(ctx, *ADAPTED[name], torch.float64, **fields)
+    from megatron_ncclep.integration.experts import grouped
+
+    with mock.patch.object(grouped, "activate", wraps=grouped.activate) as activate:
+        compare(ctx, *ADAPTED[name], torch.float64, **fields)
+    # In four forward passes, for the gradients of adapters, and of weights that are not frozen.
+    assert activate.call_count == 4 * (2 + name.endswith("trained"))
 
 
 def test_weights_that_are_still_on_their_way(ctx: RankContext) -> None:
