@@ -17,6 +17,8 @@ Layers, experts and trainings are measured on request only.  Layers and training
 the order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
+    frozen          the experts' weights are frozen (layers)
+    lora16, lora32  and have Megatron-Bridge's adapters of that rank (layers)
     static          a fixed number of received rows (ncclep only), which graphs need and imply
     full_iteration  forward and backward as one CUDA graph (ncclep with grouped)
     partial_graphs  Megatron-Core's graphs of attention, router and preprocessing (training)
@@ -61,6 +63,7 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
 FUSED = "fused"
 DEEPEP: dict[str, tuple[str, ...]] = {"deepep": (), "hybridep": (), "hybridep:fused": (FUSED,)}
 GROUPED, STATIC = "grouped", "static"
+FROZEN, LORA = "frozen", "lora"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 OPTIMIZER_GRAPH = "optimizer_graph"
 INSTALL_MEGATRON = "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
@@ -108,6 +111,8 @@ class Variant:
     name: str  # as on the command line
     dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
+    frozen: bool = False  # the experts' weights
+    lora_rank: int = 0  # of adapters on frozen experts; 0: none
     static: bool = False  # received tensors have a fixed number of rows
     graphs: str | None = None  # FULL_ITERATION, PARTIAL_GRAPHS; None: no graphs of the passes
     optimizer_graph: bool = False  # the optimizer is one that can be captured,
@@ -145,7 +150,7 @@ EXPERTS = {
     )
 }
 # Names with a dispatcher; parts in brackets may be left out.
-LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
+LAYER = "layer:DISPATCHER[:grouped][:frozen or :lora16 or :lora32][:static][:full_iteration]"
 TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
 # The subject whose losses the others are compared with.
 CONTROL = "train:alltoall"
@@ -177,10 +182,11 @@ def variant_of(name: str) -> Variant | None:
     dispatcher, words = DISPATCHERS[found[1]], [w[1:] for w in found.groups()[1:] if w]
     ours, graphed = dispatcher.engine is not None, OPTIMIZER_GRAPH in words
     graphs = next((word for word in words if word in (FULL_ITERATION, PARTIAL_GRAPHS)), None)
-    if words and words[0] in (GROUPED, STATIC) and not ours:
-        instead = f"{prefix}ncclep:ENGINE:{words[0]}"
+    own = [word for word in words if word in (GROUPED, STATIC)]
+    if own and not ours:
+        instead = f"{prefix}ncclep:ENGINE:{own[0]}"
         raise InputError(
-            f"subject {name!r}: only this package's dispatcher can be {words[0]}: write {instead}"
+            f"subject {name!r}: only this package's dispatcher can be {own[0]}: write {instead}"
         )
     if graphs == FULL_ITERATION and GROUPED not in words:
         instead = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
@@ -190,8 +196,10 @@ def variant_of(name: str) -> Variant | None:
         )
     if graphs and STATIC in words:
         raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
+    ranks = [int(word.removeprefix(LORA)) for word in words if word.startswith(LORA)]
     return Variant(
         name, dispatcher, grouped=GROUPED in words,
+        frozen=FROZEN in words or bool(ranks), lora_rank=sum(ranks),
         static=STATIC in words or (graphs is not None and ours),
         graphs=graphs, optimizer_graph=graphed, captures_optimizer=graphed,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 """Stand-ins for the adapters (LoRA) of Megatron-Bridge 0.6.2 and mcore-bridge 1.6.5: their classes'
-names, attributes and results.  `tests/integration/experts/test_bridge_adapters.py` has the former.
+names, attributes and results.  tests/integration/experts/test_bridge_adapters.py has the former.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ class _GroupedExpertAdapterWeight(nn.Module):
 
 
 class _Adapter(nn.Module):
-    def __init__(self, config: Any, dropout: float = 0.0, dropout_position: str = "pre") -> None:
+    def __init__(
+        self, config: Any, dropout: float = 0.0, dropout_position: str = "pre", rank: int = RANK
+    ) -> None:
         super().__init__()
-        self.dim, self.alpha, self.config = RANK, ALPHA, config
+        self.dim, self.alpha, self.config = rank, ALPHA, config
         self.dropout_position = dropout_position
         self.activation = nn.Identity()
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
@@ -127,7 +129,7 @@ class ParallelLinearAdapter(_Adapter):
                 *sizes, config=config, bias=False, gather_output=True, is_expert=True,
                 init_method=lambda values: nn.init.normal_(values, std=0.3),
             )
-            for sizes in ((into, RANK), (RANK, out))
+            for sizes in ((into, self.dim), (self.dim, out))
         )  # fmt: skip
         self.to(weight.device, weight.dtype)
         if is_shared:
