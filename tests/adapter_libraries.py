@@ -239,7 +239,8 @@ class LoraParallelLinear(nn.Module):
         out, into = weights[0].shape
         for number, name in enumerate(names):
             for factors, sizes in ((self.lora_A, (into, RANK)), (self.lora_B, (RANK, out))):
-                factors[name] = TEGroupedLinear(len(weights), *sizes, config=config)
+                factor = TEGroupedLinear(len(weights), *sizes, config=config)
+                factors[name] = factor.to(weights[0].device)
             self.lora_dropout[name] = nn.Identity()
             self.scaling[name] = 0.5 + number
 

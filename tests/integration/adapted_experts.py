@@ -121,8 +121,11 @@ def train_more(layer: Any) -> None:
     set_all(layer, _active_adapter=["one", "two"])
 
 
-def change(make: Any, later: Any = None, after_ddp: bool = False, **more: Any) -> Change:
-    return Change(partial(wrap, make=make, **more), after_ddp=after_ddp, later=later)
+def change(
+    make: Any, later: Any = None, after_ddp: bool = False, fuses: bool = True, **more: Any
+) -> Change:
+    """A row; Megatron's linears, of which some adapters are made, fuse with Apex only."""
+    return Change(partial(wrap, make=make, **more), after_ddp=after_ddp, later=later, fuses=fuses)
 
 
 # Name -> the layer has one module for all experts, as on a GPU; and what is done to it.
@@ -130,10 +133,11 @@ ADAPTED: dict[str, tuple[bool, Change]] = {
     "of one": (False, change(of_bridge("of one"))),
     "of one, after DDP": (False, change(of_bridge("of one"), after_ddp=True)),
     "trained": (False, change(of_bridge("of one"), frozen=False)),
-    "shared": (True, change(of_bridge("shared"))),
-    "shared, trained": (True, change(of_bridge("shared"), frozen=False)),
+    "shared": (True, change(of_bridge("shared"), fuses=False)),
+    "shared, trained": (True, change(of_bridge("shared"), fuses=False, frozen=False)),
     "of each": (True, change(of_bridge("of each"))),
-    "half shared": (True, change(of_bridge("half shared"))),
+    "of each, trained": (True, change(of_bridge("of each"), frozen=False)),
+    "half shared": (True, change(of_bridge("half shared"), fuses=False)),
     "fc1": (True, change(of_bridge("of each"), linears=("linear_fc1",))),
     "fc2": (True, change(of_bridge("of each"), linears=("linear_fc2",))),
     "switched off": (
