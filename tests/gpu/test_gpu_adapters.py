@@ -133,7 +133,7 @@ def test_a_graph_of_the_experts(ctx: RankContext) -> None:
     importlib.util.find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed"
 )
 @pytest.mark.parametrize(
-    "options", [{}, {"share_expert_adapters": False}, {"dropout": 0.0}], ids=str
+    "options", [{}, {"share_expert_adapters": False}, {"experts_shared_outer_loras": True}], ids=str
 )
 def test_megatron_bridge(ctx: RankContext, engine_name: str, options: dict[str, Any]) -> None:
     """Its own adapters, as its LoRA puts them on."""
