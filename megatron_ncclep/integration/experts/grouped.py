@@ -56,6 +56,7 @@ class GroupedExperts:
     num_local_experts: int
     _products: QuackProducts | None = None
     _has_products: bool | None = None
+    _addresses: tuple[int, ...] = ()
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
@@ -96,6 +97,7 @@ class GroupedExperts:
         fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
         self._check_when_run(rows, fc1[0])
         self._run_pre_forward_hooks()
+        self._lay_out_frozen(fc1, fc2)
         # A copy from the CPU runs before the following work, and the host does not wait for it.
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
@@ -133,6 +135,21 @@ class GroupedExperts:
             weights = self.weights_of(layer)
             if view_of(weights) is None:
                 lay_out(weights)
+
+    def _lay_out_frozen(self, *layers: list[torch.nn.Parameter]) -> None:
+        """Lay frozen weights out again after something has moved them: `cuda()`, merged adapters.
+
+        No buffer of Megatron's holds them, and without a view each product would copy them.
+        """
+        addresses = tuple(weights[0].data_ptr() for weights in layers)
+        if addresses == self._addresses:
+            return
+        weights = [weight for layer in layers for weight in layer]
+        # A graph would hold the addresses from which it copies.
+        captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captured and not any(w.requires_grad or hasattr(w, "main_grad") for w in weights):
+            self.lay_out_weights()
+        self._addresses = tuple(weights[0].data_ptr() for weights in layers)
 
     def _products_of(self, rows: Tensor) -> QuackProducts | None:
         """quack-kernels' GEMMs, if they can run there; the first call's answer stays."""
