@@ -17,7 +17,7 @@ from adapter_libraries import (
     SharedOuterGroupedExpertAdapter,
     TEGroupedLinear,
 )
-from changed_experts import Change, Seen
+from changed_experts import Change, Seen, copy_experts
 from megatron_setup import make_experts_differ, moe_submodules
 from torch import nn
 
@@ -145,6 +145,7 @@ ADAPTED: dict[str, tuple[bool, Change]] = {
         change(of_bridge("of each"), partial(set_all, _adapter_enabled=False)),
     ),
     "taken away": (True, change(of_bridge("of each"), unwrap)),
+    "copied": (True, change(of_bridge("of each"), lambda layer: copy_experts(layer, []))),
     "several": (True, change(of_swift(("one", "two")), train_more)),
     "merged": (True, change(of_swift(), merge)),
     "another": (
