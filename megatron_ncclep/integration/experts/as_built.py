@@ -83,24 +83,22 @@ class AsBuilt:
 
         Every pass asks, so this looks at attributes only: a few us of host time.
         """
-        if self.found is None:
-            changed = self._changed()
-            if changed is not None:
-                self._take_adapters()
-                changed = self._changed()
-            if changed is not None:
+        if self.found is not None:
+            return self.found
+        if self._changed() is not None:
+            self._take_adapters()
+            if (changed := self._changed()) is not None:
                 self.found = self._words(changed)
                 return self.found
-            for layer, wrappers in self._wrappers.items():
-                read = list(map(what_is_in, wrappers))
-                if read == self._read.get(layer):
-                    continue
-                if (adapters := together(read)) is None:
-                    what = "differ by expert, or are merged and switched off"
-                    self.found = f"adapters of {layer} {what}"
-                else:
-                    self.adapters[layer], self._read[layer] = adapters, read
-        return self.found
+        for layer, wrappers in self._wrappers.items():
+            read = list(map(what_is_in, wrappers))
+            if read == self._read.get(layer):
+                continue
+            if (adapters := together(read)) is None:
+                self.found = f"adapters of {layer} differ by expert, or are merged and switched off"
+                return self.found
+            self.adapters[layer], self._read[layer] = adapters, read
+        return None
 
     def _changed(self) -> _Built | None:
         """The first module that is not as it was."""
@@ -167,9 +165,10 @@ class AsBuilt:
         for child in built.children.keys() | module._modules.keys():
             now, before = module._modules.get(child), built.children.get(child)
             if now is not before:
-                why = unread(now, before) if before and child in self.linears else None
                 said = f"{child} of {where} is now {_kind(now)}, and was {_kind(before)}"
-                return f"{said}: {why}" if why else said
+                if before is None or child not in self.linears:
+                    return said
+                return f"{said}: {unread(now, before) or 'not around all experts'}"
         if own.get("activation_func") is not built.activation:
             return f"{where} has another activation_func"
         kinds = {n: type(p).__name__ for n, p in module._parameters.items()}

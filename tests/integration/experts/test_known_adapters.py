@@ -189,7 +189,9 @@ def test_not_all_experts() -> None:
     holder.local_experts = nn.ModuleList(experts() for _ in range(2))
     built, (one, two) = AsBuilt(holder), holder.local_experts
     one.linear_fc1 = of_bridge(one.linear_fc1)
-    assert "linear_fc1 of local_experts.0 (Module) is now a LoRALinear" in str(built.change())
+    said = str(built.change())
+    assert "linear_fc1 of local_experts.0 (Module) is now a LoRALinear" in said
+    assert said.endswith(": not around all experts")
     built.found = None
     two.linear_fc1 = of_bridge(two.linear_fc1)
     assert built.change() is None
