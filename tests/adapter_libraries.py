@@ -95,10 +95,12 @@ class _Adapter(nn.Module):
     def low_rank(self, rows: torch.Tensor, counts: Any = None) -> torch.Tensor:
         if self.dropout_position == "pre":
             rows = self.dropout(rows)
-        for factor in (self.linear_in, self.linear_out):
-            weight = factor.weight  # type: ignore[union-attr]
-            one = weight.dim() == 2
-            rows = F.linear(rows, weight) if one else each_expert(rows, counts, weight)
+        # DDP's hooks of the modules wait for their weights (overlap_param_gather).
+        for factor in self.linear_in, self.linear_out:
+            if isinstance(factor, _GroupedExpertAdapterWeight):
+                rows = each_expert(rows, counts, factor())
+            else:
+                rows, _ = factor(rows)  # type: ignore[operator]
         if self.dropout_position == "post":
             rows = self.dropout(rows)
         return rows * (self.alpha / self.dim)

@@ -195,7 +195,8 @@ def _unfit(parts: tuple[Any, ...], weights: Sequence[Any]) -> str | None:
         return f"with factors {found} of weights {list(weights[0].shape)}, or of slices of them"
     if len(dtypes) > 1:
         return f"with factors in {' and '.join(sorted(map(str, dtypes)))}"
-    return unavailable_reason(held[0].device, dtypes.pop())
+    reason = unavailable_reason(held[0].device, dtype := dtypes.pop())
+    return reason and f"with factors in {dtype}: {reason}"
 
 
 def _is_one_of(module: nn.Module | None, known: dict[str, str]) -> bool:

@@ -10,10 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from adam_training import SAME, Training
 from adapted_experts import ADAPTED, build_grouped, change, dropped, of_bridge
 from changed_experts import Change, train
 from megatron_setup import build_layer
 from rank_pool import RankContext
+from trainer import ModelCase
 
 from megatron_ncclep.config import EpConfig
 
@@ -118,3 +120,24 @@ def test_weights_that_are_still_on_their_way(ctx: RankContext) -> None:
     parts = ("to_wrap", "adapter.linear_in", "adapter.linear_out")
     once = [f"linear_{fc}.{part}" for fc in ("fc1", "fc2") for part in parts]
     assert sorted(called) == sorted(2 * once)
+
+
+class FineTuning(Training):
+    """A model whose experts are frozen and have adapters."""
+
+    def _change(self, chunk: Any) -> None:
+        super()._change(chunk)
+        for layer in chunk.decoder.layers:
+            ADAPTED["of one"][1].make(layer.mlp, [])
+
+
+def test_fine_tuning(ctx: RankContext) -> None:
+    """With the distributed optimizer and all overlaps, losses are those of Megatron's experts."""
+    curves = {}
+    for experts in ("megatron", "grouped"):
+        options = {"ncclep": EpConfig(experts=experts), **FIELDS}
+        training = FineTuning(ctx, "ncclep", ModelCase(experts, options, dtype=torch.float32))
+        curves[experts] = [training.step() for _ in range(4)]
+    expected = curves["megatron"]
+    assert expected[-1][0] < expected[0][0]
+    assert curves["grouped"] == [pytest.approx(step, rel=SAME["cpu"]) for step in expected]

@@ -20,6 +20,7 @@ from adapter_libraries import (
 )
 from torch import nn
 
+from megatron_ncclep.integration.experts import adapters
 from megatron_ncclep.integration.experts.as_built import AsBuilt
 
 EXPERTS, HIDDEN, FFN = 3, 16, 8
@@ -217,3 +218,13 @@ def test_the_list_of_experts() -> None:
     assert built.change() is None
     holder.local_experts = nn.ModuleList([two, one])
     assert "local_experts of the experts (Module) is now a ModuleList" in str(built.change())
+
+
+def test_a_dtype_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: factors in fp32 beside weights in bf16."""
+    why = "torch's grouped_mm has kernels for bf16"
+    monkeypatch.setattr(adapters, "unavailable_reason", lambda device, dtype: why)
+    holder = experts()
+    built = AsBuilt(holder)
+    holder.linear_fc2 = of_swift(holder.linear_fc2)
+    assert str(built.change()).endswith(f": with factors in torch.float32: {why}")
