@@ -83,6 +83,13 @@ VARIABLES = {
     variable.name: variable
     for variable in (
         EnvVar("NCCLEP_AUTOLOAD", switch, True, "0: `import torch` does not load the integration"),
+        EnvVar(
+            "NCCLEP_IN_PLACE_OF",
+            str,
+            None,
+            "alltoall or flex: MoE configs with this dispatcher type are built as `ncclep`",
+            ("alltoall", "flex"),
+        ),
         EnvVar("NCCLEP_LOG", str.upper, "INFO", "log level: debug, info, warning or error", LEVELS),
         EnvVar("NCCLEP_HOST_EXCHANGE", switch, True, "0: ranks agree without shared memory"),
         EnvVar(

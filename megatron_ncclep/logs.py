@@ -17,12 +17,13 @@ def get_logger() -> logging.Logger:
 
     Megatron-Core leaves the root logger alone or sets it to WARNING, which would hide the line
     that says which engine moves the tokens.  So the logger gets its own handler if neither it nor
-    the root logger has one.
+    its parents have one.
     """
     logger = logging.getLogger("megatron_ncclep")
+    logger.disabled = False  # which dictConfig sets for every logger that it does not name
     if logger.level == logging.NOTSET:
         logger.setLevel(envs.get("NCCLEP_LOG"))
-    if not logger.handlers and not logging.getLogger().handlers:
+    if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("ncclep: %(message)s"))
         logger.addHandler(handler)

@@ -16,10 +16,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from megatron_ncclep.integration.import_hook import Change
-from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD
-from megatron_ncclep.integration.patching import replaces, validated_as
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, as_alltoall
+from megatron_ncclep.integration.patching import replaces
 
-_VALIDATED_AS = "alltoall"
 # An option of this package in Hydra's syntax, without a + or ++, which would already add it.
 _OPTION = re.compile(rf"([A-Za-z_][\w.]*\.)?{NAME}\.\w+=")
 
@@ -33,7 +32,7 @@ def _checks_as_alltoall(place: str, parameter: str) -> Change:
         def checked(*args: Any, **kwargs: Any) -> Any:
             config = signature.bind(*args, **kwargs).arguments[parameter]
             is_ours = getattr(config, TYPE_FIELD, None) == NAME
-            with validated_as(config, TYPE_FIELD, _VALIDATED_AS) if is_ours else nullcontext():
+            with as_alltoall(config) if is_ours else nullcontext():
                 return original(*args, **kwargs)
 
         return checked

@@ -20,6 +20,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
+from megatron_ncclep import envs
 from megatron_ncclep.config import A2SGD, VARIABLES, EpConfig
 from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
@@ -69,9 +70,12 @@ from megatron_ncclep.integration.options.command_line import (
     change_parse_args,
 )
 from megatron_ncclep.integration.options.field import (
+    IN_PLACE_OF,
     NAME,
     TYPE_FIELD,
+    as_alltoall,
     change_fields,
+    put_in_place,
     resolve_options,
 )
 from megatron_ncclep.integration.options.uses import notices
@@ -80,14 +84,12 @@ from megatron_ncclep.integration.patching import (
     check_methods,
     replaces,
     unknown,
-    validated_as,
 )
 from megatron_ncclep.integration.releases import MEGATRON
 from megatron_ncclep.integration.rerun.step import change_full_iteration, change_schedules
 from megatron_ncclep.integration.teardown import change_destroy
+from megatron_ncclep.ranks.group import EpGroup
 
-# Megatron validates the configuration and builds the layer as if this type had been requested.
-VALIDATED_AS = "alltoall"
 _DISPATCHER_MODULE = "megatron_ncclep.integration.dispatcher"
 # The hooks of a dispatcher, and the number of arguments that MoELayer passes to them.  After 0.19 a
 # branch of Megatron passes a fourth one to dispatch_preprocess, and unpacks two results of
@@ -123,11 +125,10 @@ def install(**options: Any) -> None:
         IntegrationError: this Megatron-Core lacks a place that the integration patches, or a model
             was built before the options could take effect.
     """
-    resolved = EpConfig.resolve(**options) if options else None
-    if resolved is not None:
-        _require_no_model()
     use()
-    if resolved is not None:
+    if options:
+        resolved = EpConfig.resolve(**options)
+        _require_no_model()
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         use()  # what has been imported now
@@ -199,12 +200,13 @@ def _change_post_init(original: Any) -> Any:
     def post_init(self: Any) -> None:
         check_inference_type(self)
         check_generation(self)
+        put_in_place(self)
         if getattr(self, TYPE_FIELD) != NAME:
             original(self)
             return
         check_supported(self)
         check_graph_options(self)
-        with validated_as(self, TYPE_FIELD, VALIDATED_AS):
+        with as_alltoall(self):
             original(self)
 
     return post_init
@@ -221,6 +223,7 @@ def _change_layer(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         config = bound.arguments["config"]
+        put_in_place(config)
         if getattr(config, TYPE_FIELD) != NAME:
             _refuse_ignored_experts(config)
             original(self, *args, **kwargs)
@@ -243,7 +246,7 @@ def _change_layer(original: Any) -> Any:
         install_excepthook()
         if config.overlap_moe_expert_parallel_comm:
             keep_inputs(NAME)
-        with validated_as(config, TYPE_FIELD, VALIDATED_AS):
+        with as_alltoall(config):
             original(self, *args, **kwargs)
         options, choice, grouped = select_experts(self, options, groups.expt_tp.size())
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
@@ -267,6 +270,9 @@ def _change_layer(original: Any) -> Any:
             self.token_dispatcher.set_shared_experts(overlapped)
         announce_alignment(config, options, self.token_dispatcher.group)
         announce_unused(config, self.token_dispatcher.group)
+        if (replaced := envs.get(IN_PLACE_OF)) is not None:
+            text = f"{IN_PLACE_OF}={replaced}: configs with {TYPE_FIELD}={replaced!r} get {NAME!r}"
+            EpGroup.of(self.token_dispatcher.group).announce(text)
         warn_of_experts(config, self.experts, self.token_dispatcher.group)
         if choice is not None:
             choice.announce(self.token_dispatcher.group)

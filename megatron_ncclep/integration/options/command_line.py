@@ -15,7 +15,7 @@ from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
 from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
-from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, options_hidden
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, is_ours, options_hidden
 from megatron_ncclep.integration.patching import replaces
 
 
@@ -53,7 +53,8 @@ def change_parse_args(original: Any) -> Any:
         parsed = original(*args, **kwargs)
         options, kind = given_options(parsed), getattr(parsed, TYPE_FIELD, None)
         inference_kind = getattr(parsed, INFERENCE_FIELD, None)
-        ignored = ignored_option(options, kind == NAME, inference_kind == NAME)
+        trains, generates = is_ours(kind), inference_kind == NAME
+        ignored = ignored_option(options, trains, generates)
         if ignored is not None:
             whose, given, field = "", kind, TYPE_FIELD
             if ignored == "inference_tokens":
@@ -63,10 +64,14 @@ def change_parse_args(original: Any) -> Any:
                 f"{given!r}, which would ignore it: leave it out, or add "
                 f"--{field.replace('_', '-')} {NAME}"
             )
-        if kind == NAME:
+        if trains:
             EpConfig.resolve()  # a mistake in the environment, before anything is built
-        if options or NAME in (kind, inference_kind):
+        if options or trains or generates:
             megatron_ncclep.install(**options)
+        if options:
+            # Where ranks are other processes than this one, as Ray's are, they have only these
+            # arguments, of which Megatron makes the config.
+            parsed.ncclep = EpConfig.resolve(**options).non_default()
         return parsed
 
     return parse_args

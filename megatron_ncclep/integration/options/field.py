@@ -10,16 +10,38 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.integration.patching import unknown
+from megatron_ncclep.integration.patching import unknown, validated_as
 
 # The name of the field, and of the dispatcher type that it configures.
 NAME = "ncclep"
 TYPE_FIELD = "moe_token_dispatcher_type"
+IN_PLACE_OF = "NCCLEP_IN_PLACE_OF"
+
+
+def is_ours(kind: str | None) -> bool:
+    """Whether a dispatcher type is ours, or the one in whose place NCCLEP_IN_PLACE_OF puts ours.
+
+    Raises:
+        InputError: the variable is neither `alltoall` nor `flex`.
+    """
+    return kind == NAME or (kind is not None and kind == envs.get(IN_PLACE_OF))
+
+
+def put_in_place(config: Any) -> None:
+    """Give a config of a MoE model our type if NCCLEP_IN_PLACE_OF names its own."""
+    if config.num_moe_experts is not None and is_ours(getattr(config, TYPE_FIELD)):
+        setattr(config, TYPE_FIELD, NAME)
+
+
+def as_alltoall(config: Any) -> AbstractContextManager[None]:
+    """Let Megatron validate a config, or build a layer, as if it had the type `alltoall`."""
+    return validated_as(config, TYPE_FIELD, "alltoall")
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ncclep.integration.import_hook import Change
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
-from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD
+from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, is_ours
 from megatron_ncclep.integration.patching import replaces
 
 
@@ -20,9 +20,9 @@ def notices(use: Callable[[], None]) -> Change:
     """
 
     def asks(name: str, value: Any) -> bool:
-        if name == NAME:
-            return value is not None
-        return name in (TYPE_FIELD, INFERENCE_FIELD) and value == NAME
+        if name == TYPE_FIELD:
+            return is_ours(value)
+        return value is not None if name == NAME else name == INFERENCE_FIELD and value == NAME
 
     @replaces("TransformerConfig.__setattr__", [])
     def noticing(original: Any) -> Any:

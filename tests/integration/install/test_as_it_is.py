@@ -240,3 +240,18 @@ def test_what_counts_as_use() -> None:
         """
     assert "False\nTrue ncclep\n8" in run_python(code)
     assert "True\nTrue" in run_python(code, NCCLEP_GRADIENT_AVERAGING="a2sgd")
+
+
+def test_a_type_in_whose_place_ours_is_wanted_counts_as_use() -> None:
+    """In a framework's worker nothing of ours runs but what `import torch` loads."""
+    code = """
+        import torch
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+        for experts in (2, None):
+            made = TransformerConfig(
+                **sizes, num_moe_experts=experts, moe_token_dispatcher_type="alltoall"
+            )
+            print(made.moe_token_dispatcher_type)
+        """
+    assert run_python(code, NCCLEP_IN_PLACE_OF="alltoall").endswith("ncclep\nalltoall\n")

@@ -12,10 +12,12 @@ import dataclasses
 import importlib
 import inspect
 import json
+import pickle
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 import yaml
 from megatron_setup import has, initialize, moe_submodules
 from on_ranks import IS_RANK
@@ -198,6 +200,30 @@ def as_file(value: Any) -> Any:
     kind = type(value)
     fields = {f.name: as_file(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **fields}
+
+
+def test_arguments_reach_ranks_that_have_not_parsed_them(ctx: RankContext) -> None:
+    """slime parses the command line in one process and trains in others, Ray's: those ran with the
+    defaults, whatever --ncclep- options its users had given.
+    """
+    if not has("training"):
+        return  # this release's wheel has no command line
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args
+
+    given = "train --moe-token-dispatcher-type ncclep --ncclep-alignment 32 --ncclep-timeout-s 7.5"
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --num-experts 2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerConfig, "ncclep", None)
+        patch.setattr(
+            "sys.argv", f"{given} {sizes} --disable-bias-linear --swiglu --no-rope-fusion".split()
+        )
+        args = pickle.dumps(parse_args())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerConfig, "ncclep", None)  # as in the other process
+        args = pickle.loads(args)
+        args.params_dtype = torch.float32  # Megatron's validation sets it
+        config = core_transformer_config_from_args(args)
+        assert resolve_options(config) == EpConfig(alignment=32, timeout_s=7.5)
 
 
 def test_megatrons_yaml(ctx: RankContext) -> None:

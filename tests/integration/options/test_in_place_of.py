@@ -1,0 +1,104 @@
+"""NCCLEP_IN_PLACE_OF: our dispatcher where a framework sets another type itself.
+
+AReaL writes `alltoall` over its user's setting, so its users could not have `ncclep` without a
+change of AReaL's source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import layer_case
+import pytest
+import torch
+from layer_case import LayerCase, assert_same_training, train_on_rank
+from megatron_setup import build_layer, has, initialize, make_config
+from rank_pool import RankContext
+from test_field import OPTIONS
+
+from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.integration import hooks
+from megatron_ncclep.ranks.group import EpGroup
+
+pytestmark = pytest.mark.each_release
+
+VARIABLE = "NCCLEP_IN_PLACE_OF"
+NAME = "NcclEpTokenDispatcher"
+
+
+def test_a_layer_trains_as_alltoall_does(ctx: RankContext) -> None:
+    """Also where the framework set the type after the config had been validated."""
+
+    def train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
+        def config_of(dispatcher: str, *args: Any, **options: Any) -> Any:
+            return make_config("alltoall", *args, **options)
+
+        def build(*args: Any) -> torch.nn.Module:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(VARIABLE, "alltoall" if dispatcher == "ncclep" else "")
+                return build_layer(*args)
+
+        with mock.patch.multiple(layer_case, make_config=config_of, build_layer=build):
+            return train_on_rank(ctx, case, dispatcher)
+
+    assert_same_training(ctx, LayerCase("in place"), "reference", train)
+
+
+@pytest.mark.alone
+def test_a_type_that_a_framework_sets(ctx: RankContext) -> None:
+    """At any time; configs of other types and of models without experts keep what they have."""
+    from test_frameworks import Provider
+
+    def made(kind: str, finalize: bool = True, **fields: Any) -> Any:
+        provider = Provider(**OPTIONS, use_cpu_initialization=True)
+        for name, value in {"moe_token_dispatcher_type": kind, **fields}.items():
+            setattr(provider, name, value)
+        if finalize:
+            provider.finalize()
+        return provider
+
+    initialize(ep=1)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EpGroup, "log_once", lambda group, level, subject, text: said.append(text))
+        for kind in ("alltoall", "flex"):
+            patch.setenv(VARIABLE, kind)
+            provider = made(kind)
+            assert provider.moe_token_dispatcher_type == "ncclep"
+            provider.moe_token_dispatcher_type = kind
+            assert type(provider.provide().token_dispatcher).__name__ == NAME
+            text = (
+                f"{VARIABLE}={kind}: configs with moe_token_dispatcher_type='{kind}' get 'ncclep'"
+            )
+            assert text in said
+            other = "allgather" if kind == "alltoall" else "alltoall"
+            for kept in (made(other), made(kind, num_moe_experts=None)):
+                assert kept.moe_token_dispatcher_type != "ncclep"
+            assert type(made(other).provide().token_dispatcher).__name__ != NAME
+        with pytest.raises(UnsupportedError, match="does not support moe_enable_deepep=True"):
+            made("flex", moe_enable_deepep=True)
+        patch.setenv(VARIABLE, "allgather")
+        words = f"{VARIABLE}='allgather': not one of alltoall, flex"
+        with pytest.raises(InputError, match=words):
+            made("alltoall", finalize=False)
+
+
+@pytest.mark.alone
+def test_options_on_the_command_line_are_used_then(ctx: RankContext) -> None:
+    hooks.install()
+    if not has("training"):
+        return  # this release's wheel has no command line
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.arguments import parse_args
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerConfig, "ncclep", None)
+        words = "train --moe-token-dispatcher-type alltoall --ncclep-alignment 16"
+        patch.setattr("sys.argv", words.split())
+        patch.setenv(VARIABLE, "flex")
+        with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
+            parse_args()
+        patch.setenv(VARIABLE, "alltoall")
+        assert parse_args().moe_token_dispatcher_type == "alltoall"
+        assert TransformerConfig.ncclep.alignment == 16
