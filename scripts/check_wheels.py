@@ -127,8 +127,9 @@ def notes(tag: str | None) -> str:
             raise SystemExit(f"{tag} is not v{VERSION}, the version in megatron_ncclep/version.py")
         if not re.fullmatch(r"\(\d{4}-\d\d-\d\d\)", heading):
             raise SystemExit(f"CHANGELOG.md has no date for {VERSION}: {heading}")
-        if UNKNOWN_ADDRESS in (ROOT / "pyproject.toml").read_text():
-            raise SystemExit(f"pyproject.toml: replace {UNKNOWN_ADDRESS} by the project's address")
+        for name in ("pyproject.toml", "CITATION.cff"):
+            if UNKNOWN_ADDRESS in (ROOT / name).read_text():
+                raise SystemExit(f"{name}: replace {UNKNOWN_ADDRESS} by the project's address")
     return rest.partition("\n## ")[0].strip() + "\n"
 
 

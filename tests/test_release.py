@@ -156,7 +156,33 @@ def test_wheels_that_must_not_be_uploaded(
         check_wheels.look(made(tmp_path, **changes))
 
 
-def test_no_release_before_its_date_and_address() -> None:
-    for tag, problem in (("v9.9.9", "is not v"), (f"v{__version__}", "no date for|replace")):
-        with pytest.raises(SystemExit, match=problem):
+@pytest.mark.parametrize(
+    ("tag", "unfinished", "problem"),
+    [
+        ("v9.9.9", "", f"v9.9.9 is not v{__version__}"),
+        (f"v{__version__}", "CHANGELOG.md", "CHANGELOG.md has no date for"),
+        (f"v{__version__}", "pyproject.toml", "pyproject.toml: replace https://github.com/OWNER/"),
+        (f"v{__version__}", "CITATION.cff", "CITATION.cff: replace https://github.com/OWNER/"),
+        (f"v{__version__}", "", None),
+    ],
+)
+def test_no_release_before_its_date_and_address(
+    tag: str,
+    unfinished: str,
+    problem: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The address was looked for in one of its two files, and after the date: no test saw that."""
+    for name in ("CHANGELOG.md", "pyproject.toml", "CITATION.cff"):
+        text = (ROOT / name).read_text()
+        if name != unfinished:
+            text = re.sub(r"^(## [\d.]+) .*", r"\1 (2026-12-01)", text, flags=re.MULTILINE)
+            text = text.replace("/OWNER/", "/somebody/")
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(check_wheels, "ROOT", tmp_path)
+    if problem is None:
+        assert "The first release" in check_wheels.notes(tag)
+    else:
+        with pytest.raises(SystemExit, match=re.escape(problem)):
             check_wheels.notes(tag)
