@@ -130,7 +130,11 @@ def notes(tag: str | None) -> str:
         for name in ("pyproject.toml", "CITATION.cff"):
             if UNKNOWN_ADDRESS in (ROOT / name).read_text():
                 raise SystemExit(f"{name}: replace {UNKNOWN_ADDRESS} by the project's address")
-    return rest.partition("\n## ")[0].strip() + "\n"
+    # Beside a release, links need the address of its files.
+    project = (ROOT / "pyproject.toml").read_text()
+    (address,) = re.findall('^Repository = "(.+)"$', project, re.MULTILINE)
+    section = rest.partition("\n## ")[0].strip() + "\n"
+    return re.sub(r"\]\((?!https?:|#)", f"]({address}/blob/v{VERSION}/", section)
 
 
 def sort_into(folder: Path, files: list[Path], text: str) -> None:

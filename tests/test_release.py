@@ -76,6 +76,19 @@ echo object >"$output"
 """
 
 
+def test_links_lead_somewhere_on_a_page_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index and a release's page showed links to docs/ of their own sites, and no figure."""
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
+    shown = runpy.run_path(str(ROOT / "setup.py"))["long_description"]()
+    version = f"https://github.com/\\w+/megatron-ncclep/blob/v{re.escape(__version__)}"
+    for text in (shown, check_wheels.notes(None)):
+        paths = re.findall(rf"\]\({version}/([^)?#]+)", text)
+        assert paths
+        assert all((ROOT / path).exists() for path in paths)
+        assert not re.findall(r"\]\((?!https://|#)[^)]*", text)
+    assert re.search(rf"!\[[^]]+\]\({version}/docs/figures/\w+\.svg\?raw=true\)", shown)
+
+
 def test_wheels_of_several_pythons_share_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
