@@ -77,6 +77,8 @@ def look(wheel: Path) -> tuple[str, str, str]:
         f"its code is for {machines}",
     )
     require(len(built) == 1, f"it was built with {built}")
+    has_network = any(re.search(r"with NCCL \d", each) for each in built)
+    require(has_network, f"no kernels over a network: set NCCL_HOME; it was built with {built}")
     (is_cu12,) = ("CUDA 12." in each for each in built)
     require(version.local == ("cu12" if is_cu12 else None), f"it was built with {built}")
     python = re.sub(r"cp(\d)(\d+)", r"\1.\2", next(iter(tags)).interpreter)

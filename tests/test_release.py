@@ -119,7 +119,7 @@ def test_wheels_of_several_pythons_share_kernels(
 
 # --- scripts/check_wheels.py ---------------------------------------------------------------------
 
-CUDA_13, CUDA_12 = ("CUDA 13.0 for sm_90 compute_90", "CUDA 12.4 for sm_90 compute_90")
+CUDA_13, CUDA_12 = (f"CUDA {each} for sm_90 compute_90 with NCCL 2.30.7" for each in (13.0, 12.4))
 TAGS = f"cp312-cp312-manylinux_2_28_{platform.machine()}"
 
 
@@ -158,6 +158,8 @@ def test_wheels_go_where_they_are_taken(tmp_path: Path) -> None:
         ({"built": CUDA_12}, "it was built with"),
         ({"version": f"{__version__}+cu12"}, "it was built with"),
         ({"built": ""}, "it was built with set()"),
+        # `make release` in an environment with an older NCCL made such wheels, and took them.
+        ({"built": CUDA_13.partition("2.30")[0]}, "no kernels over a network: set NCCL_HOME"),
         ({"version": "9.9.9"}, f"the tree's version is {__version__}"),
         ({"tags": "cp312-cp312-manylinux_2_28_riscv64"}, "its code is for"),
     ],
