@@ -75,6 +75,7 @@ wheel: $(READY)  ## build the source distribution and the wheel, into dist/ or A
 	PYTHON=$(BIN)/python scripts/build_wheel.sh $(ARGS)
 
 release: wheel  ## build a release's files into dist/, check them, and sort them into build/upload
+	rm -rf build/upload
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python scripts/check_wheels.py --sort-into build/upload dist
 
 format: $(READY)  ## rewrite all sources in the project's style

@@ -77,12 +77,11 @@ def look(wheel: Path) -> tuple[str, str, str]:
         f"its code is for {machines}",
     )
     require(len(built) == 1, f"it was built with {built}")
-    has_network = any(re.search(r"with NCCL \d", each) for each in built)
-    require(has_network, f"no kernels over a network: set NCCL_HOME; it was built with {built}")
-    (is_cu12,) = ("CUDA 12." in each for each in built)
-    require(version.local == ("cu12" if is_cu12 else None), f"it was built with {built}")
+    (how,) = built
+    require(version.local == ("cu12" if "CUDA 12." in how else None), f"it was built with {how}")
+    require("with NCCL 2" in how, f"no kernels over a network: set NCCL_HOME; it has {how}")
     python = re.sub(r"cp(\d)(\d+)", r"\1.\2", next(iter(tags)).interpreter)
-    return machines.pop(), python, built.pop()
+    return machines.pop(), python, how
 
 
 def find_python(version: str) -> str | None:
@@ -141,12 +140,11 @@ def notes(tag: str | None) -> str:
 
 def sort_into(folder: Path, files: list[Path], text: str) -> None:
     """Copy the files to where they are uploaded from, with checksums and the notes."""
+    for part in ("index", "release"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
     for path in files:
-        to = folder / ("release" if "+" in path.name else "index")
-        to.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, to)
+        shutil.copy2(path, folder / ("release" if "+" in path.name else "index"))
     sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
-    (folder / "release").mkdir(parents=True, exist_ok=True)
     (folder / "release" / "SHA256SUMS").write_text("".join(sums))
     (folder / "notes.md").write_text(text)
 
