@@ -86,7 +86,7 @@ format: $(READY)  ## rewrite all sources in the project's style
 setup: $(BUILT)  ## make the virtual environment only
 
 $(READY): pyproject.toml setup.py $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
-	scripts/setup_venv.sh $(VENV)
+	NCCLEP_BUILD_EXTENSION=0 scripts/setup_venv.sh $(VENV)
 	@touch $@
 
 $(BUILT): $(READY) $(shell find csrc -type f)
