@@ -353,7 +353,7 @@ def pack_messages(
 def unpack_messages(messages: Tensor, rows: Tensor, w: Tensor, stream: int) -> None: ...
 def add_up_messages(
     messages: Tensor,
-    place: Tensor,
+    message_index: Tensor,
     out: Tensor,
     first: int,
     piece_bytes: int,

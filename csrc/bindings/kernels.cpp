@@ -113,8 +113,8 @@ void bind_network_rows(py::module_& module) {
   module.def("add_up_messages",
              py::overload_cast<const Tensor&, const Tensor&, const Tensor&, int, int, Weights,
                                Weights, std::uintptr_t>(&native::add_up_messages),
-             "messages"_a, "place"_a, "out"_a, "first"_a, "piece_bytes"_a, "assignment_node"_a,
-             "topk_w"_a, "stream"_a);
+             "messages"_a, "message_index"_a, "out"_a, "first"_a, "piece_bytes"_a,
+             "assignment_node"_a, "topk_w"_a, "stream"_a);
 }
 
 void bind_bench(py::module_& module) {

@@ -96,16 +96,16 @@ void unpack_messages(const Tensor& messages, const Tensor& rows, const Tensor& w
   unpack_messages(job, stream);
 }
 
-void add_up_messages(const Tensor& messages, const Tensor& place, const Tensor& out, int first,
-                     int piece_bytes, const std::optional<Tensor>& assignment_node,
+void add_up_messages(const Tensor& messages, const Tensor& message_index, const Tensor& out,
+                     int first, int piece_bytes, const std::optional<Tensor>& assignment_node,
                      const std::optional<Tensor>& topk_w, std::uintptr_t stream) {
   const char* what = "add_up_messages";
   require(!topk_w || topk_w->ndim == 2, what, ": weights must be fp32 [T, K]");
   require_rows(what, out, messages, first, piece_bytes, topk_w ? topk_w->shape[1] : 0);
   require(out.dtype == ncclepBfloat16 || out.dtype == ncclepFloat16 || out.dtype == ncclepFloat32,
           what, ": rows must be bf16, fp16 or fp32");
-  require(place.dtype == ncclepInt32 && place.ndim == 2 && place.shape[0] <= INT_MAX &&
-              place.shape[1] == out.shape[0],
+  require(message_index.dtype == ncclepInt32 && message_index.ndim == 2 &&
+              message_index.shape[0] <= INT_MAX && message_index.shape[1] == out.shape[0],
           what, ": places must be int32 [nodes, ", out.shape[0], "]");
   require(!topk_w || assignment_node, what, ": values need to know the node of each assignment");
   if (topk_w) {
@@ -115,13 +115,13 @@ void add_up_messages(const Tensor& messages, const Tensor& place, const Tensor& 
   }
   AddUpMessages job{};
   job.messages = static_cast<const char*>(messages.data);
-  job.place = static_cast<const std::int32_t*>(place.data);
+  job.message_index = static_cast<const std::int32_t*>(message_index.data);
   job.assignment_node = pointer<const std::int32_t>(assignment_node);
   job.out = static_cast<char*>(out.data);
   job.topk_w = pointer<float>(topk_w);
   job.dtype = out.dtype;
   job.num_tokens = out.shape[0];
-  job.num_nodes = static_cast<int>(place.shape[0]);
+  job.num_nodes = static_cast<int>(message_index.shape[0]);
   job.row_bytes = static_cast<int>(row_bytes_of(out));
   job.first = first;
   job.piece_bytes = piece_bytes;

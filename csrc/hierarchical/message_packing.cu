@@ -66,8 +66,8 @@ __global__ void unpack_kernel(UnpackMessages job) {
 }
 
 // The message from `node` for a token; negative if there is none.
-__device__ std::int64_t place_of(const AddUpMessages& job, int node, std::int64_t token) {
-  return __ldg(job.place + node * job.num_tokens + token);
+__device__ std::int64_t message_of(const AddUpMessages& job, int node, std::int64_t token) {
+  return __ldg(job.message_index + node * job.num_tokens + token);
 }
 
 template <typename T>
@@ -79,9 +79,10 @@ __global__ void add_up_kernel(AddUpMessages job) {
   for (int i = lane; i < vectors; i += kVectorsAtOnce * kLanesOfRow) {
     float total[kVectorsAtOnce][Vector<T>::kWidth] = {};
     for (int node = 0; node < job.num_nodes; ++node) {
-      const std::int64_t place = place_of(job, node, token);
-      if (place < 0) continue;
-      const auto* from = reinterpret_cast<const uint4*>(job.messages + place * job.message_bytes);
+      const std::int64_t message_index = message_of(job, node, token);
+      if (message_index < 0) continue;
+      const auto* from =
+          reinterpret_cast<const uint4*>(job.messages + message_index * job.message_bytes);
       uint4 held[kVectorsAtOnce];
 #pragma unroll
       for (int v = 0; v < kVectorsAtOnce; ++v) {
@@ -101,10 +102,11 @@ __global__ void add_up_kernel(AddUpMessages job) {
   for (int k = lane; k < job.num_weights; k += kLanesOfRow) {
     const std::int64_t assignment = token * job.num_weights + k;
     const int node = __ldg(job.assignment_node + assignment);
-    const bool is_there = node >= 0 && node < job.num_nodes;
-    const std::int64_t place = is_there ? place_of(job, node, token) : -1;
-    const char* from = job.messages + place * job.message_bytes + job.piece_bytes;
-    job.topk_w[assignment] = place < 0 ? 0.0f : __ldg(reinterpret_cast<const float*>(from) + k);
+    const bool is_valid = node >= 0 && node < job.num_nodes;
+    const std::int64_t message_index = is_valid ? message_of(job, node, token) : -1;
+    const char* from = job.messages + message_index * job.message_bytes + job.piece_bytes;
+    job.topk_w[assignment] =
+        message_index < 0 ? 0.0f : __ldg(reinterpret_cast<const float*>(from) + k);
   }
 }
 

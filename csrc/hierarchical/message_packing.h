@@ -38,8 +38,8 @@ struct UnpackMessages {
 };
 
 struct AddUpMessages {
-  const char* messages;       // [num_messages, message_bytes]
-  const std::int32_t* place;  // [nodes, T]: the message of each node for each token, or -1
+  const char* messages;               // [num_messages, message_bytes]
+  const std::int32_t* message_index;  // [nodes, T]: the message of each node for each token, or -1
   const std::int32_t*
       assignment_node;  // [T, K]: the node of each assignment, or -1; null: no values
   char* out;            // [T, row_bytes]: a piece of each row is written
@@ -67,10 +67,10 @@ void pack_messages(const Tensor& rows, const std::optional<Tensor>& w,
 // rows uint8 [messages, piece_bytes], w fp32 [messages, K].
 void unpack_messages(const Tensor& messages, const Tensor& rows, const Tensor& w,
                      std::uintptr_t stream);
-// place int32 [nodes, T], out [T, H], assignment_node int32 [T, K] and topk_w fp32 [T, K]
+// message_index int32 [nodes, T], out [T, H], assignment_node int32 [T, K] and topk_w fp32 [T, K]
 // together.
-void add_up_messages(const Tensor& messages, const Tensor& place, const Tensor& out, int first,
-                     int piece_bytes, const std::optional<Tensor>& assignment_node,
+void add_up_messages(const Tensor& messages, const Tensor& message_index, const Tensor& out,
+                     int first, int piece_bytes, const std::optional<Tensor>& assignment_node,
                      const std::optional<Tensor>& topk_w, std::uintptr_t stream);
 
 }  // namespace ncclep::native

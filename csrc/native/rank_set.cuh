@@ -1,4 +1,4 @@
-// Sets of ranks of an NVLink domain, with a bit for each place: a word or, in the kernels for
+// Sets of ranks of an NVLink domain, with a bit for each local rank: a word or, in the kernels for
 // domains of more ranks (state.h), a word for each group of them.
 #pragma once
 
@@ -51,35 +51,36 @@ __device__ std::uint32_t word_of(Set ranks, [[maybe_unused]] int group) {
     return ranks;
 }
 
-// The rank with this place.
+// The rank with this local rank.
 template <typename Set = RankSet>
-__device__ Set one_rank(int place) {
+__device__ Set one_rank(int local_rank) {
   if constexpr (kIsWide) {
-    return Set::of([&](int group) { return place / kWarpSize == group ? 1u << place % 32 : 0; });
+    return Set::of(
+        [&](int group) { return local_rank / kWarpSize == group ? 1u << local_rank % 32 : 0; });
   } else {
-    return 1u << place;
+    return 1u << local_rank;
   }
 }
 
 // Those before it.
 template <typename Set = RankSet>
-__device__ Set ranks_before(int place) {
+__device__ Set ranks_before(int local_rank) {
   if constexpr (kIsWide) {
     return Set::of([&](int group) {
-      const int bits = place - group * kWarpSize;
+      const int bits = local_rank - group * kWarpSize;
       return bits >= kWarpSize ? ~0u : bits > 0 ? (1u << bits) - 1 : 0;
     });
   } else {
-    return (1u << place) - 1;
+    return (1u << local_rank) - 1;
   }
 }
 
 template <typename Set>
-__device__ bool has_rank(Set ranks, int place) {
+__device__ bool has_rank(Set ranks, int local_rank) {
   if constexpr (kIsWide)
-    return static_cast<bool>(ranks & one_rank(place));
+    return static_cast<bool>(ranks & one_rank(local_rank));
   else
-    return ranks >> place & 1;
+    return ranks >> local_rank & 1;
 }
 
 __device__ inline int number_of(std::uint32_t ranks) { return __popc(ranks); }

@@ -74,7 +74,7 @@ enum Signal : int { kRoutesWritten, kReceived, kNumSignals };
 enum RailSignal : int {
   kStopPut,
   kEntryPut,
-  kWantedPut,
+  kRequestsPut,
   kCountsPut,
   kRoutesPut,
   kRowsPut,
@@ -116,7 +116,7 @@ struct Control {
   // Of the kernels for this group.
   int rank_groups() const { return local_ranks() <= kWarpSize ? 1 : kMaxRankGroups; }
   NCCLEP_BOTH int domain_of(int rank) const { return rank / local_ranks(); }
-  NCCLEP_BOTH int place_of(int rank) const { return rank % local_ranks(); }
+  NCCLEP_BOTH int local_rank_of(int rank) const { return rank % local_ranks(); }
   NCCLEP_BOTH std::size_t assignments() const {
     return static_cast<std::size_t>(max_tokens) * max_top_k;
   }
@@ -132,13 +132,13 @@ struct Control {
   // pairs on this rank; with the number of the plan (device/wait.cuh).  Why two: see plan/plan.cu.
   NCCLEP_BOTH std::size_t counts() const { return stop() + 8; }
   // uint64 [R][E]: the same for all experts, before anything is dropped; in static mode only.
-  NCCLEP_BOTH std::size_t wanted() const {
+  NCCLEP_BOTH std::size_t requested() const {
     return counts() + static_cast<std::size_t>(2) * num_ranks * (num_local() + 1) * 8;
   }
   // uint64 [R][num_rounds * kPhases]: epoch of the dispatch whose rows of this phase of all rounds
   // are in rank r's window.
   NCCLEP_BOTH std::size_t staged() const {
-    return wanted() + static_cast<std::size_t>(num_ranks) * num_experts * 8;
+    return requested() + static_cast<std::size_t>(num_ranks) * num_experts * 8;
   }
   // uint64 [R][chunks]: epoch of the combine whose sums for my chunk rank r has pushed.
   NCCLEP_BOTH std::size_t pushed() const {
@@ -234,10 +234,10 @@ struct State {
 // One window of each rank of this NVLink domain.
 template <int kGroups>
 struct DomainWindowsOf {
-  char* of_place[kGroups * kWarpSize];
+  char* of_local_rank[kGroups * kWarpSize];
   int first_rank;
 
-  NCCLEP_BOTH char* operator[](int rank) const { return of_place[rank - first_rank]; }
+  NCCLEP_BOTH char* operator[](int rank) const { return of_local_rank[rank - first_rank]; }
 };
 
 // Passed to every kernel of a group.

@@ -33,20 +33,19 @@ __global__ void routes_and_weights_kernel(RoutesAndWeights job) {
     const bool is_chosen =
         expert < job.num_experts && __ldg(row + mirrored(expert, job.experts_per_block)) != 0;
     const unsigned int chosen = __ballot_sync(~0u, is_chosen);
-    const int place = found + __popc(chosen & ((1u << lane) - 1));
-    if (is_chosen && place < job.top_k) experts[place] = expert;
+    const int k = found + __popc(chosen & ((1u << lane) - 1));
+    if (is_chosen && k < job.top_k) experts[k] = expert;
     found += __popc(chosen);
   }
   __syncwarp();
   const bool too_many = found > job.top_k;
   const Bits* probs = static_cast<const Bits*>(job.probs) + token * job.num_experts;
   Bits* weights = static_cast<Bits*>(job.weights) + token * job.top_k;
-  for (int place = lane; place < job.top_k; place += kWarpSize) {
-    const bool is_routed = !too_many && place < found;
-    if (!is_routed) experts[place] = too_many ? job.too_many_experts : job.not_routed;
-    weights[place] = is_routed
-                         ? probs[mirrored(static_cast<int>(experts[place]), job.experts_per_block)]
-                         : Bits{0};
+  for (int k = lane; k < job.top_k; k += kWarpSize) {
+    const bool is_routed = !too_many && k < found;
+    if (!is_routed) experts[k] = too_many ? job.too_many_experts : job.not_routed;
+    weights[k] =
+        is_routed ? probs[mirrored(static_cast<int>(experts[k]), job.experts_per_block)] : Bits{0};
   }
 }
 
@@ -57,12 +56,12 @@ __global__ void probs_gradient_kernel(ProbsGradient job) {
   const std::int64_t* experts = job.topk_idx + token * job.top_k;
   const Bits* grad_weights = static_cast<const Bits*>(job.grad_weights) + token * job.top_k;
   Bits* grad_probs = static_cast<Bits*>(job.grad_probs) + token * job.num_experts;
-  // A row's experts ascend, so the lane's place among them only increases; negative ones come last.
-  int place = 0;
+  // A row's experts ascend, so the lane's `k` only increases; negative ones come last.
+  int k = 0;
   for (int expert = threadIdx.x % kWarpSize; expert < job.num_experts; expert += kWarpSize) {
-    while (place < job.top_k && experts[place] >= 0 && experts[place] < expert) ++place;
-    const bool is_chosen = place < job.top_k && experts[place] == expert;
-    grad_probs[mirrored(expert, job.experts_per_block)] = is_chosen ? grad_weights[place] : Bits{0};
+    while (k < job.top_k && experts[k] >= 0 && experts[k] < expert) ++k;
+    const bool is_chosen = k < job.top_k && experts[k] == expert;
+    grad_probs[mirrored(expert, job.experts_per_block)] = is_chosen ? grad_weights[k] : Bits{0};
   }
 }
 

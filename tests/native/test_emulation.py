@@ -29,7 +29,7 @@ HERE = Path(__file__).parent / "emulation"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 PROGRAMS = {"narrow": 1, "wide": 3}  # and NCCLEP_RANK_GROUPS (csrc/native/state.h)
-SEQUENCE_S = 240.0  # at most, on a slow and busy node
+SEQUENCE_S = 150  # of CPU time at most, which does not grow when the machine is busy
 MOST_SEQUENCES = 128  # until a mistake is noticed; two show in only one of about a hundred
 
 Ended = Future[subprocess.CompletedProcess[str]]
@@ -92,7 +92,7 @@ MISTAKES = {
         "rows", 2, "a wait was in vain|dispatch: "),
     "the work counter is not reset": Mistake(
         "native/device/wait.cuh",
-        "me.state->arrived = me.state->leaving = «me.state->next = 0»;", "0",
+        "ctx.state->arrived = ctx.state->leaving = «ctx.state->next = 0»;", "0",
         "rows", 2, "dispatch: row|combine: "),
     "both dispatches use one half of the window": Mistake(
         "native/rows/dispatch.cu", "dispatches % 2", "0",
@@ -102,11 +102,11 @@ MISTAKES = {
         "dispatches", 2, "dispatch: weight"),
     "a dispatch is over before all ranks have entered it": Mistake(
         "native/rows/dispatch.cu",
-        "blockIdx.x == 0) {\n        «compare_entries(me, rails, Phase::kDispatch, entry, epoch);»",
+        "== 0) {\n        «compare_entries(ctx, rails, Phase::kDispatch, entry, epoch);»",
         "",
         "dispatches", 4, "dispatch: "),
     "entries of two calls lie in one place": Mistake(
-        "native/device/wait.cuh", "number % 2 * me.control.num_ranks + rank", "rank",
+        "native/device/wait.cuh", "number % 2 * ctx.control.num_ranks + rank", "rank",
         "dispatches", 2, "."),
     "more phases are taken for seen than are": Mistake(
         "native/rows/progress.cuh", "kWarpSize : «__ffs(absent) - 1»;", "__ffs(absent)",
@@ -131,7 +131,7 @@ MISTAKES = {
         "native/rows/ring.cuh", "wait_for_reads_of_stores<1>();", "wait_for_reads_of_stores<2>();",
         "rows", 2, "."),
     "routes are written while the last ones are fetched": Mistake(
-        "native/plan/plan.cu", "*static_cast<volatile std::uint64_t*>(&me.state->received)", "0",
+        "native/plan/plan.cu", "*static_cast<volatile std::uint64_t*>(&ctx.state->received)", "0",
         "plans", 3, "plan: "),
     "routes are fetched before they are written": Mistake(
         "native/plan/plan_receive.cu", "kRoutesWritten, source),\n" + " " * 30 + "«plans»)", "0",
@@ -162,7 +162,7 @@ MISTAKES = {
         "native/device/wait.cuh", "«__threadfence();»\n  }\n  return __syncthreads_and", "",
         "chunks", 1, "plan: |an address"),
     "the last CTA leaves without what the others wrote": Mistake(
-        "native/device/wait.cuh", "me.state->next = 0;\n    «__threadfence_system();»", "",
+        "native/device/wait.cuh", "ctx.state->next = 0;\n    «__threadfence_system();»", "",
         "plans", 2, "plan: "),
     "what one lane has seen is not in what another one shows": Mistake(
         "native/rows/progress.cuh", "«__threadfence_block();»  // lane 0 also", "",
@@ -193,7 +193,7 @@ MISTAKES = {
         "ll", 1, "a wait was in vain"),
     "a word of 0 is taken for a failure": Mistake(
         "native/device/wait.cuh",
-        "return «is_here» ? static", "is_here && (found & 0xffffffffu) != 0", "ll", 2, "ll "),
+        "return «arrived» ? static", "arrived && (found & 0xffffffffu) != 0", "ll", 2, "ll "),
     "a flag has 32 bits": Mistake(
         "native/rows/progress.cuh", "«load_relaxed(flag(source, unit))» >= epoch",
         "static_cast<std::uint32_t>(load_relaxed(flag(source, unit)))",
@@ -211,7 +211,7 @@ MISTAKES = {
     # A rank that does not come.
     "the deadline is ignored": Mistake(
         "native/device/wait.cuh",
-        "if («waited_ns <= static_cast<std::int64_t>(me.deadline_ns)») return false;",
+        "if («waited_ns <= static_cast<std::int64_t>(ctx.deadline_ns)») return false;",
         "now_ns() > 0", "failures", 2, "nobody gets any further"),
     "the clock goes back": Mistake(
         "native/device/wait.cuh", "waited_ns = «ns_since(start_)»;",
@@ -220,16 +220,16 @@ MISTAKES = {
         "native/device/wait.cuh", "return «is_entry_of(entry, number)» ?", "true",
         "failures", 2, "failure: rank . says that rank . came"),
     "the wrong rank is named": Mistake(
-        "native/device/wait.cuh", "me.mailbox->failed_peer = «peer»;", "me.rank",
+        "native/device/wait.cuh", "ctx.mailbox->failed_peer = «peer»;", "ctx.rank",
         "failures", 3, "failure: rank . (names|does not say that) rank"),
     "what a barrier counts is named as the operation": Mistake(
-        "native/device/wait.cuh", "me.rank, «current_epoch(me)»,", "goal",
+        "native/device/wait.cuh", "ctx.rank, «current_epoch(ctx)»,", "goal",
         "late", 3, "failure: rank . names operation"),
     "a plan's number is named as the operation": Mistake(
         "native/plan/plan.cu", "Phase::kPlan, source, «epoch»,", "plans",
         "failures", 3, "failure: rank . names operation", 1),
     "nobody hears that a rank goes no further": Mistake(
-        "native/device/wait.cuh", "«is_refused(me, phase, epoch)») return true;", "false",
+        "native/device/wait.cuh", "«is_refused(ctx, phase, epoch)») return true;", "false",
         "failures", 3, "failure: rank . does not say that rank . refused"),
     "a refusal ends the operation before": Mistake(
         "native/device/wait.cuh", "if («static_cast<std::int64_t>(now - then) < 0») ", "false",
@@ -238,8 +238,8 @@ MISTAKES = {
         "native/device/call_barrier.cuh", "if («entry != 0» && entry", "false",
         "failures", 2, "."),
     "ranks that use different plans are not noticed": Mistake(
-        "native/device/call_barrier.cuh", "entry != 0 && «entry != entry_of(me, number)»",
-        "((entry ^ entry_of(me, number)) & ~(UINT64_C(0x3fff) << 34)) != 0",
+        "native/device/call_barrier.cuh", "entry != 0 && «entry != entry_of(ctx, number)»",
+        "((entry ^ entry_of(ctx, number)) & ~(UINT64_C(0x3fff) << 34)) != 0",
         "calls", 2, "failure: rank . has waited for nobody"),
     "the phase is not in a call": Mistake(
         "native/host/call_signature.cpp", "«static_cast<std::uint64_t>(phase)», kPhaseBits", "2",
@@ -248,24 +248,25 @@ MISTAKES = {
         "native/rows/dispatch.cu", "fill_nan(job.rows, job.num_rows * job.row_bytes);", "",
         "failures", 2, "dispatch: rows of rank .* not all NaN"),
     "a plan goes on after a failure": Mistake(
-        "native/plan/plan.cu", "«had_failed(me)») {\n    finish(me, rails, plan,",
-        "had_failed(me), false", "failures", 2, "failure: rank . writes into other ranks' windows"),
+        "native/plan/plan.cu", "«had_failed(ctx)») {\n    finish(ctx, rails, plan,",
+        "had_failed(ctx), false",
+        "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a dispatch goes on after a failure": Mistake(
         "native/rows/dispatch.cu",
-        "«!had_failed(me)») {\n    if (blockIdx.x == 0", "had_failed(me), true",
+        "«!had_failed(ctx)») {\n    if (blockIdx.x == 0", "had_failed(ctx), true",
         "failures", 2, "failure: rank . writes into other ranks' windows"),
     "a combine goes on after a failure": Mistake(
-        "native/rows/combine.cu", "«had_failed(me)») {\n    finish<R>(me, job, entry, epoch);",
-        "had_failed(me), false",
+        "native/rows/combine.cu", "«had_failed(ctx)») {\n    finish<R>(ctx, job, entry, epoch);",
+        "had_failed(ctx), false",
         "failures", 2, "failure: rank . writes into other ranks' windows|an address"),
     "a grid's barrier lets through without all CTAs": Mistake(
         "native/device/wait.cuh", "__syncthreads_and(all_here)", "__syncthreads_and(true)",
         "late", 3, "."),
     "a plan has rows after a failure": Mistake(
-        "native/plan/plan.cu", "if («has_failed(me)») {\n    // No rank", "false",
+        "native/plan/plan.cu", "if («has_failed(ctx)») {\n    // No rank", "false",
         "failures", 3, "plan: rows of rank . after a failure"),
     "a CTA that starts after a failure leaves its grid waiting": Mistake(
-        "native/plan/plan_receive.cu", "leave(me);\n    return;", "return;",
+        "native/plan/plan_receive.cu", "leave(ctx);\n    return;", "return;",
         "late", 3, "."),
 
     # Low-latency mode: who waits for what.
@@ -283,13 +284,13 @@ MISTAKES = {
         "ll", 3, "."),
     "LL: a dispatch does not wait for one of the ranks": Mistake(
         "native/low_latency/dispatch.cu",
-        "if («R::kAreThere && is_local(me, rank) != for_local») continue;",
-        "rank == (me.rank + 1) % window.num_ranks",
+        "if («R::kEnabled && is_local(ctx, rank) != for_local») continue;",
+        "rank == (ctx.rank + 1) % window.num_ranks",
         "ll", 2, "ll "),
     "LL: sums are added before they are there": Mistake(
         "native/low_latency/combine.cu",
-        "«wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank, now.number,\n"
-        + " " * 49 + "sent_word(ll, me.rank, Turn::kCombine, rank),\n"
+        "«wait_for_numbered<load_acquire>(ctx, Phase::kLowLatencyCombine, rank, now.number,\n"
+        + " " * 49 + "sent_word(ll, ctx.rank, Turn::kCombine, rank),\n"
         + " " * 49 + "now.number) < 0»;",
         "false",
         "ll", 2, "ll combine: "),
@@ -318,8 +319,8 @@ MISTAKES = {
         "ll-failures", 2, "ll dispatch: counts"),
     "LL: a dispatch goes on after a failure": Mistake(
         "native/low_latency/dispatch.cu",
-        "has_failed || send_rows<R>(me, ll, job, places, domains)",
-        "send_rows<R>(me, ll, job, places, domains)",
+        "has_failed || send_rows<R>(ctx, ll, job, places, domains)",
+        "send_rows<R>(ctx, ll, job, places, domains)",
         "ll-failures", 2, "."),
     "LL: a word is given after a failure": Mistake(
         "native/low_latency/combine.cu", "«sent < kSentFailed») {", "true",
@@ -370,13 +371,11 @@ def rounds() -> Path:
 def run_rounds(folder: Path, case: Case) -> subprocess.CompletedProcess[str]:
     numbers = (case.ranks, case.seed, case.sequences, case.mistake)
     program = folder / ("wide" if case.kind.startswith("wide-") else "narrow")
-    command = [str(program), case.kind, *map(str, numbers)]
-    limit = SEQUENCE_S * case.sequences
+    limited = ["sh", "-c", f'ulimit -t {SEQUENCE_S * case.sequences} && exec "$@"', "sh"]
+    command = [*limited, str(program), case.kind, *map(str, numbers)]
     # Its own: it could not start ("Bad address") while a test changes that of this process.
     environment = dict(os.environ)
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=limit, check=False, env=environment
-    )
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ MISTAKES = {
         "native/host/group.cpp", "num_rounds_for(control, «shape.row_bytes»,", "std::size_t{0}"),
         "launched.num_rounds > 1"),
     "a group closes while something is on its way": (Change(
-        "native/host/group.cpp", "longest_timeout_s_);\n  «settle();»", ""),
+        "native/host/group.cpp", "longest_timeout_s_);\n  «drain_network();»", ""),
         "launched.num_closes == before"),
     "routes for other domains are not copied": (Change(
         "native/host/group_launch.cpp", "if («kept > 0») {", "false"),

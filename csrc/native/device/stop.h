@@ -13,17 +13,17 @@ namespace ncclep::native {
 // the operation that would be next and in later ones, and marks the group failed on this one.
 // `rails` are null unless there are several domains.
 template <int kGroups>
-void refuse(const KernelContextOf<kGroups>& me, Phase phase, std::uintptr_t stream,
+void refuse(const KernelContextOf<kGroups>& ctx, Phase phase, std::uintptr_t stream,
             const Rails* rails = nullptr);
 
 // Queues a kernel that reads how far NCCL's queues are, while nothing puts into them.
 template <int kGroups>
-void begin_puts(const KernelContextOf<kGroups>& me, std::uintptr_t stream, const Rails& rails);
+void begin_puts(const KernelContextOf<kGroups>& ctx, std::uintptr_t stream, const Rails& rails);
 
 // Queues a kernel that waits, at most for the deadline and whether or not the group has failed,
 // until nothing is on its way from or to the rail peers: then their windows and this rank's may
 // close. Collective.
 template <int kGroups>
-void settle(const KernelContextOf<kGroups>& me, std::uintptr_t stream, const Rails& rails);
+void drain_network(const KernelContextOf<kGroups>& ctx, std::uintptr_t stream, const Rails& rails);
 
 }  // namespace ncclep::native

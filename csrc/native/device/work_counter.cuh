@@ -12,7 +12,7 @@ namespace ncclep::native {
 // the counter.
 class WorkCounter {
  public:
-  __device__ explicit WorkCounter(const KernelContext& me) : next_(&me.state->next) { ask(); }
+  __device__ explicit WorkCounter(const KernelContext& ctx) : next_(&ctx.state->next) { ask(); }
 
   // The next number that no other warp has taken; numbers continue past the last item.  All lanes
   // call it.

@@ -36,7 +36,7 @@ WindowSizes window_sizes(Control control, const ncclepShape_t& shape) {
 template <int kGroups>
 DomainWindowsOf<kGroups> windows_of_domain(const Communicator& communicator, const Window& window) {
   DomainWindowsOf<kGroups> windows{{}, communicator.rank_in_domain(0)};
-  std::copy(window.peers().begin(), window.peers().end(), windows.of_place);
+  std::copy(window.peers().begin(), window.peers().end(), windows.of_local_rank);
   return windows;
 }
 template DomainWindows windows_of_domain(const Communicator& communicator, const Window& window);
@@ -176,7 +176,7 @@ void Group::clear() {
   clear_memory(&state_->received, sizeof(state_->received));
   if (rails_ != nullptr) {
     const OwnStream stream;
-    with_context(0, [&](const auto& me) { begin_puts(me, stream.get(), *rails_); });
+    with_context(0, [&](const auto& ctx) { begin_puts(ctx, stream.get(), *rails_); });
     stream.wait("looking at the network's queues");
   }
 }
@@ -192,19 +192,19 @@ void Group::discard_windows() {
 void Group::close() {
   if (state_ == nullptr) return;
   wait_for_calls("closing its windows", longest_timeout_s_);
-  settle();
+  drain_network();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   discard_windows();
   if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
 }
 
-void Group::settle() {
+void Group::drain_network() {
   if (rails_ == nullptr || !rows_window_->is_open() || has_given_up()) return;
   const OwnStream stream;
-  with_context(0, [&](const auto& me) {
-    begin_puts(me, stream.get(), *rails_);      // puts that gave up have kept their places
-    native::settle(me, stream.get(), *rails_);  // which ends with its deadline
+  with_context(0, [&](const auto& ctx) {
+    begin_puts(ctx, stream.get(), *rails_);             // puts that gave up have kept their places
+    native::drain_network(ctx, stream.get(), *rails_);  // which ends with its deadline
   });
   stream.wait("waiting for what is put to windows that close");
 }
@@ -288,7 +288,7 @@ void Group::refuse(Phase phase, std::uintptr_t stream) {
   require_open();
   if (rows_window_ == nullptr || !rows_window_->is_open()) return;
   auto turn = take_turn(stream);
-  with_context(0, [&](const auto& me) { native::refuse(me, phase, stream, rails_.get()); });
+  with_context(0, [&](const auto& ctx) { native::refuse(ctx, phase, stream, rails_.get()); });
   turn.end();
 }
 

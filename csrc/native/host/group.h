@@ -112,7 +112,7 @@ class Group {
   double longest_timeout() const { return longest_timeout_s_; }
   // Waits, when that is over, until nothing is on its way from or to other NVLink domains: then
   // windows may close.  Collective; does nothing within one domain.
-  void settle();
+  void drain_network();
 
   // The control and row windows; empty when there are none.
   std::vector<std::shared_ptr<Window>> windows() const;

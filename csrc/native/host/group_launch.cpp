@@ -125,13 +125,13 @@ Plan Group::plan(const ncclepPlanConfig_t& config) {
     count.ticket = plan.ticket = ticket_;
   }
   auto turn = take_turn(stream);
-  with_context(0, [&](const auto& me) {
-    auto first = me;  // in static mode this kernel compares the ranks' calls
+  with_context(0, [&](const auto& ctx) {
+    auto first = ctx;  // in static mode this kernel compares the ranks' calls
     if (is_static) first.call = call_of_plan(plan.top_k, alignment, max_recv_rows);
     if (count.ticket != 0) reached_->record(stream);
     if (kept) drop_what_does_not_fit(first, drop, scratch, num_sms, stream, rails_.get());
-    plan_count(kept ? me : first, count, scratch, num_sms, stream, rails_.get());
-    native::plan_receive(me, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
+    plan_count(kept ? ctx : first, count, scratch, num_sms, stream, rails_.get());
+    native::plan_receive(ctx, received_routes(plan), scratch, num_sms, stream, rail_routes(plan));
   });
   turn.end();
   return plan;
@@ -159,8 +159,8 @@ void Group::plan_receive(Plan& plan, const ncclepTensor_t* routes, std::int64_t 
                                cudaMemcpyDeviceToDevice, reinterpret_cast<cudaStream_t>(stream)),
                "cudaMemcpyAsync");
   }
-  with_context(0, [&](const auto& me) {
-    native::plan_receive(me, received_routes(received), plan_scratch(num_sms), num_sms, stream,
+  with_context(0, [&](const auto& ctx) {
+    native::plan_receive(ctx, received_routes(received), plan_scratch(num_sms), num_sms, stream,
                          rail_routes(received));
   });
   turn.end();
@@ -198,9 +198,9 @@ void Group::dispatch(const Plan& plan, const ncclepRows_t& given) {
   job.rail_routes = rail_routes(plan);
   const std::uint64_t call =
       call_of_rows(Phase::kDispatch, plan.number, at.rows.dtype, job.row_bytes, job.has_weights);
-  with_context(call, [&](const auto& me) {
+  with_context(call, [&](const auto& ctx) {
     auto turn = take_turn(at.stream);
-    native::dispatch(me, job, given.num_sms, at.stream, rails_.get());
+    native::dispatch(ctx, job, given.num_sms, at.stream, rails_.get());
     turn.end();
   });
 }
@@ -238,9 +238,9 @@ void Group::combine(const Plan& plan, const ncclepRows_t& given) {
   }
   const std::uint64_t call =
       call_of_rows(Phase::kCombine, plan.number, job.dtype, job.row_bytes, job.has_weights);
-  with_context(call, [&](const auto& me) {
+  with_context(call, [&](const auto& ctx) {
     auto turn = take_turn(at.stream);
-    native::combine(me, job, given.num_sms, at.stream, rails_.get());
+    native::combine(ctx, job, given.num_sms, at.stream, rails_.get());
     turn.end();
   });
 }

@@ -72,16 +72,17 @@ __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine
 
 // Where this rank's sum for a place of `rank` belongs: in its window or that of its rail peer here.
 template <typename R>
-__device__ char* sum_at(const KernelContext& me, const LowLatencyContext& ll, int rank, int place) {
+__device__ char* sum_at(const KernelContext& ctx, const LowLatencyContext& ll, int rank,
+                        int place) {
   const LowLatencyWindow& window = ll.window;
-  if constexpr (R::kAreThere) {
-    if (!is_local(me, rank)) {
-      return ll.window_of[host_of(me, rank)] +
-             window.rank_sums(me.control.domain_of(rank), me.control.place_of(me.rank)) +
+  if constexpr (R::kEnabled) {
+    if (!is_local(ctx, rank)) {
+      return ll.window_of[host_of(ctx, rank)] +
+             window.rank_sums(ctx.control.domain_of(rank), ctx.control.local_rank_of(ctx.rank)) +
              static_cast<std::size_t>(place) * window.sum_bytes;
     }
   }
-  return ll.window_of[rank] + window.sums() + row_at(window, me.rank, place) * window.sum_bytes;
+  return ll.window_of[rank] + window.sums() + row_at(window, ctx.rank, place) * window.sum_bytes;
 }
 
 // The rows that return to other ranks, rank by rank from the next one on, so that the ranks do not
@@ -90,13 +91,13 @@ template <typename R>
 class ReturningRows {
  public:
   // `up_to` is in shared memory.  Called by all threads; a barrier must follow.
-  __device__ ReturningRows(const KernelContext& me, const LowLatencyContext& ll, int* up_to)
-      : first_(me.rank + 1), num_ranks_(ll.window.num_ranks), up_to_(up_to) {
+  __device__ ReturningRows(const KernelContext& ctx, const LowLatencyContext& ll, int* up_to)
+      : first_(ctx.rank + 1), num_ranks_(ll.window.num_ranks), up_to_(up_to) {
     for (int number = threadIdx.x; number < kGroups * 32; number += kLlThreads) {
       int count = 0;
       // This rank adds up what it has for its rail peers' tokens itself.
-      if (number < num_ranks_ - 1 && (!R::kAreThere || host_of(me, rank(number)) != me.rank)) {
-        const std::uint64_t word = *sent_word(ll, me.rank, Turn::kDispatch, rank(number));
+      if (number < num_ranks_ - 1 && (!R::kEnabled || host_of(ctx, rank(number)) != ctx.rank)) {
+        const std::uint64_t word = *sent_word(ll, ctx.rank, Turn::kDispatch, rank(number));
         count = static_cast<int>(word & (kBadRouting - 1));
       }
       up_to_[number] = warp_scan(count);
@@ -118,7 +119,7 @@ class ReturningRows {
   }
 
  private:
-  static constexpr int kGroups = (R::kAreThere ? kMaxRanks : kWarpSize) / 32;
+  static constexpr int kGroups = (R::kEnabled ? kMaxRanks : kWarpSize) / 32;
   static_assert(kGroups <= 32 && kMaxRanks % 32 == 0);
 
   __device__ int rank(int number) const {
@@ -140,7 +141,7 @@ class ReturningRows {
 
 // Sends this CTA's share of the rows for other ranks.
 template <typename T, typename R>
-__device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
+__device__ void send_back(const KernelContext& ctx, const LowLatencyContext& ll,
                           const LowLatencyCombine& job, ReturningRows<R>& returning) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -159,22 +160,23 @@ __device__ void send_back(const KernelContext& me, const LowLatencyContext& ll,
       add_rows(window, job, row, offset, sum);
       part = sum.round();
     }
-    part.store(sum_at<R>(me, ll, rank, place), offset, window.sum_bytes);
+    part.store(sum_at<R>(ctx, ll, rank, place), offset, window.sum_bytes);
   }
 }
 
 // Adds up this domain's sums for the tokens of the rail peers, and puts them.  Called by all
 // threads of all CTAs when all ranks of this domain have sent; false when the group has failed.
 template <typename T, typename R>
-__device__ bool put_token_sums(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
-                               const LowLatencyCombine& job, TokenBatch& batch, std::uint64_t goal,
-                               std::uint64_t number, bool has_failed) {
+__device__ bool put_token_sums(const KernelContext& ctx, const R& rails,
+                               const LowLatencyContext& ll, const LowLatencyCombine& job,
+                               TokenBatch& batch, std::uint64_t goal, std::uint64_t number,
+                               bool has_failed) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int locals = me.control.local_ranks(), own = me.control.domain_of(me.rank);
-  char* const start = ll.window_of[me.rank];
-  for (std::uint64_t domains = has_failed ? 0 : other_domains(me); domains != 0;) {
-    domains = batch.take(me, ll, domains, window.sum_bytes);
+  const int locals = ctx.control.local_ranks(), own = ctx.control.domain_of(ctx.rank);
+  char* const start = ll.window_of[ctx.rank];
+  for (std::uint64_t domains = has_failed ? 0 : other_domains(ctx); domains != 0;) {
+    domains = batch.take(ctx, ll, domains, window.sum_bytes);
     for (int i = warp; i < batch.num_mine(); i += kLlWarps) {
       const auto [token, piece] = batch.find_mine(i);
       const int offset = piece * kLlPiece + lane * 16;
@@ -183,15 +185,15 @@ __device__ bool put_token_sums(const KernelContext& me, const R& rails, const Lo
       Sum<T> sum;
       for (std::uint32_t left = batch.places.ranks_of[token]; left != 0; left &= left - 1) {
         const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
-        const std::size_t row = row_at(window, rail_peer_in(me, domain), place);
-        if (rank == me.control.place_of(me.rank) && job.rows_of != nullptr) {
+        const std::size_t row = row_at(window, rail_peer_in(ctx, domain), place);
+        if (rank == ctx.control.local_rank_of(ctx.rank) && job.rows_of != nullptr) {
           Sum<T> mine;
           add_rows(window, job, row, offset, mine);
           sum.add(mine);
           continue;
         }
         Part part = {};
-        const char* from = rank == me.control.place_of(me.rank)
+        const char* from = rank == ctx.control.local_rank_of(ctx.rank)
                                ? job.y + row * window.sum_bytes
                                : start + window.rank_sums(domain, rank) +
                                      static_cast<std::size_t>(place) * window.sum_bytes;
@@ -208,27 +210,27 @@ __device__ bool put_token_sums(const KernelContext& me, const R& rails, const Lo
     see_other_ctas();
     const int domain = threadIdx.x;
     bool is_put = true;
-    if (has_rail_peer(me, domain)) {
-      const Message message(me, ll, domain);
-      is_put = put(me, rails, Phase::kLowLatencyCombine, number, kLowLatencyWindow, domain,
+    if (has_rail_peer(ctx, domain)) {
+      const Message message(ctx, ll, domain);
+      is_put = put(ctx, rails, Phase::kLowLatencyCombine, number, kLowLatencyWindow, domain,
                    window.domain_sums(own), window.sent_sums(domain),
                    std::size_t{1} * message.num_tokens * window.sum_bytes, kTokenSumsPut);
     }
     has_failed = !__syncthreads_and(is_put);
-    if (threadIdx.x == 0) me.state->rail_signals[kTokenSumsPut] = goal;
+    if (threadIdx.x == 0) ctx.state->rail_signals[kTokenSumsPut] = goal;
   }
   return !has_failed &&
-         wait_for_rail_peers(me, rails, Phase::kLowLatencyCombine, kTokenSumsPut, goal, number);
+         wait_for_rail_peers(ctx, rails, Phase::kLowLatencyCombine, kTokenSumsPut, goal, number);
 }
 
 // The source rank's sum for a token, one piece of the row per warp.
 template <typename T, typename R>
 class SourceSums {
  public:
-  __device__ SourceSums(const KernelContext& me, const LowLatencyContext& ll,
+  __device__ SourceSums(const KernelContext& ctx, const LowLatencyContext& ll,
                         const LowLatencyCombine& job, const Places& places,
                         const DomainPlaces& domains)
-      : me_(me), ll_(ll), job_(job), places_(places), domains_(domains) {}
+      : ctx_(ctx), ll_(ll), job_(job), places_(places), domains_(domains) {}
 
   // The part that does not depend on other ranks.  Items number the pieces of all tokens, token by
   // token.
@@ -239,11 +241,11 @@ class SourceSums {
     token_ = item / pieces;
     offset_ = item % pieces * kLlPiece + lane * 16;
     ranks_ = places_.ranks_of[token_];
-    place_ = lane < me_.control.local_ranks() ? places_.place(lane, token_) : 0;
+    place_ = lane < ctx_.control.local_ranks() ? places_.place(lane, token_) : 0;
     own_ = {};
-    const int own = local_place(me_, me_.rank);
+    const int own = local_rank(ctx_, ctx_.rank);
     if ((ranks_ >> own & 1) == 0) return;
-    const std::size_t row = row_at(window, me_.rank, __shfl_sync(~0u, place_, own));
+    const std::size_t row = row_at(window, ctx_.rank, __shfl_sync(~0u, place_, own));
     if (job_.rows_of == nullptr) {
       Part part = {};
       part.load(job_.y + row * window.sum_bytes, offset_, window.sum_bytes);
@@ -254,10 +256,10 @@ class SourceSums {
   }
 
   // The rest; writes NaN unless the parts of all ranks are here.
-  __device__ void finish(bool is_here) {
+  __device__ void finish(bool arrived) {
     const LowLatencyWindow& window = ll_.window;
     char* out = job_.out + static_cast<std::size_t>(token_) * window.sum_bytes;
-    if (!is_here) {
+    if (!arrived) {
       const uint4 nan = make_uint4(~0u, ~0u, ~0u, ~0u);
       Part part;
 #pragma unroll
@@ -265,9 +267,9 @@ class SourceSums {
       part.store(out, offset_, window.sum_bytes);
       return;
     }
-    const char* sums = ll_.window_of[me_.rank] + window.sums();
+    const char* sums = ll_.window_of[ctx_.rank] + window.sums();
     Sum<T> total;
-    const int own = local_place(me_, me_.rank);
+    const int own = local_rank(ctx_, ctx_.rank);
     bool has_own = ranks_ >> own & 1;
     for (std::uint32_t left = ranks_ & ~(1u << own); left != 0;) {
       Part parts[kAtOnce] = {};
@@ -278,7 +280,7 @@ class SourceSums {
         of_rank[p] = __ffs(left) - 1;
         left &= left - 1;
         const std::size_t row =
-            row_at(window, local_rank(me_, of_rank[p]), __shfl_sync(~0u, place_, of_rank[p]));
+            row_at(window, rank_at(ctx_, of_rank[p]), __shfl_sync(~0u, place_, of_rank[p]));
         parts[p].load(sums + row * window.sum_bytes, offset_, window.sum_bytes);
         num = p + 1;
       }
@@ -293,7 +295,7 @@ class SourceSums {
       }
     }
     if (has_own) total.add(own_);
-    if constexpr (R::kAreThere) total = over_domains(total.round());
+    if constexpr (R::kEnabled) total = over_domains(total.round());
     total.round().store(out, offset_, window.sum_bytes);
   }
 
@@ -302,12 +304,12 @@ class SourceSums {
   __device__ Sum<T> over_domains(const Part& own) const {
     const LowLatencyWindow& window = ll_.window;
     Sum<T> total;
-    for (int domain = 0; domain < me_.control.num_domains; ++domain) {
-      if (domain == me_.control.domain_of(me_.rank)) {
+    for (int domain = 0; domain < ctx_.control.num_domains; ++domain) {
+      if (domain == ctx_.control.domain_of(ctx_.rank)) {
         total.add(own);
       } else if (domains_.ranks_of[token_] >> domain & 1) {
         Part part = {};
-        part.load(ll_.window_of[me_.rank] + window.domain_sums(domain) +
+        part.load(ll_.window_of[ctx_.rank] + window.domain_sums(domain) +
                       std::size_t{1} * domains_.place(domain, token_) * window.sum_bytes,
                   offset_, window.sum_bytes);
         total.add(part);
@@ -316,7 +318,7 @@ class SourceSums {
     return total;
   }
 
-  const KernelContext& me_;
+  const KernelContext& ctx_;
   const LowLatencyContext& ll_;
   const LowLatencyCombine& job_;
   const Places& places_;
@@ -328,36 +330,37 @@ class SourceSums {
 
 template <typename T, typename R>
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_combine_kernel(KernelContext me, LowLatencyContext ll, LowLatencyCombine job,
+    ll_combine_kernel(KernelContext ctx, LowLatencyContext ll, LowLatencyCombine job,
                       const __grid_constant__ R rails) {
   __shared__ Places places;
   __shared__ DomainPlaces domains;
   __shared__ TokenBatch batch;
   __shared__ int returning_up_to[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
-  const Operation now = begin(me, ll, Turn::kCombine, job.sends);
+  const Operation now = begin(ctx, ll, Turn::kCombine, job.sends);
   const int thread = threadIdx.x;
   const bool has_token = thread < job.num_tokens;
   // The last CTA counts it up when all CTAs have read it.
   const std::uint64_t sums_put =
-      R::kAreThere
-          ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokenSumsPut]) + 1
+      R::kEnabled
+          ? *static_cast<volatile std::uint64_t*>(&ctx.state->rail_signals[kTokenSumsPut]) + 1
           : 0;
-  ReturningRows<R> returning(me, ll, returning_up_to);
-  const int locals = me.control.local_ranks();
+  ReturningRows<R> returning(ctx, ll, returning_up_to);
+  const int locals = ctx.control.local_ranks();
   places.set(has_token ? ll.state->ranks_of[thread] : 0, job.num_tokens, locals);
-  if constexpr (R::kAreThere) {
+  if constexpr (R::kEnabled) {
     domains.set(has_token ? ll.state->domains_of[thread] : 0, job.num_tokens,
-                me.control.num_domains);
+                ctx.control.num_domains);
   }
   bool has_failed = __syncthreads_or(now.has_failed);
   if (job.sends) {
-    if (!has_failed) send_back<T, R>(me, ll, job, returning);
+    if (!has_failed) send_back<T, R>(ctx, ll, job, returning);
     const unsigned int sent = count_sent(&ll.state->sent, false, has_failed);
     if (thread == 0 && sent != 0 && sent < kSentFailed) {
       fence_system();  // passes on what this thread saw through the other CTAs' fences
-      for (int place = 0; place < locals; ++place) {
-        post_numbered(sent_word(ll, local_rank(me, place), Turn::kCombine, me.rank), now.number, 0);
+      for (int local_rank = 0; local_rank < locals; ++local_rank) {
+        post_numbered(sent_word(ll, rank_at(ctx, local_rank), Turn::kCombine, ctx.rank), now.number,
+                      0);
       }
       ll.state->combines = now.number;
     }
@@ -366,19 +369,19 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
   const int items = job.num_tokens * pieces, step = gridDim.x * kLlWarps;
   int item = thread / 32 * gridDim.x + blockIdx.x;
-  SourceSums<T, R> sums(me, ll, job, places, domains);
+  SourceSums<T, R> sums(ctx, ll, job, places, domains);
   if (item < items) sums.begin(item);
   // Every CTA waits for every rank of this domain, whether or not it has a part for this one: no
   // rank may leave before all have sent (protocol.h).
   if (thread < locals && !has_failed) {
-    const int rank = local_rank(me, thread);
-    has_failed = wait_for_numbered<load_acquire>(me, Phase::kLowLatencyCombine, rank, now.number,
-                                                 sent_word(ll, me.rank, Turn::kCombine, rank),
+    const int rank = rank_at(ctx, thread);
+    has_failed = wait_for_numbered<load_acquire>(ctx, Phase::kLowLatencyCombine, rank, now.number,
+                                                 sent_word(ll, ctx.rank, Turn::kCombine, rank),
                                                  now.number) < 0;
   }
   has_failed = __syncthreads_or(has_failed);
-  if constexpr (R::kAreThere) {
-    has_failed = !put_token_sums<T>(me, rails, ll, job, batch, sums_put, now.number, has_failed);
+  if constexpr (R::kEnabled) {
+    has_failed = !put_token_sums<T>(ctx, rails, ll, job, batch, sums_put, now.number, has_failed);
   }
   while (item < items) {
     sums.finish(!has_failed);
@@ -388,26 +391,26 @@ __global__ void __launch_bounds__(kLlThreads, 1)
 }
 
 template <typename T, typename R>
-void launch_combine(const KernelContext& me, const LowLatencyContext& ll,
+void launch_combine(const KernelContext& ctx, const LowLatencyContext& ll,
                     const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
                     const R& rails) {
   const auto kernel = ll_combine_kernel<T, R>;
-  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll, job, rails);
+  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(ctx, ll, job, rails);
   cuda_check(cudaGetLastError(), "launching a low-latency combine");
 }
 
 }  // namespace
 
-void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
+void low_latency_combine(const KernelContext& ctx, const LowLatencyContext& ll,
                          const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
                          const Rails* rails) {
   with_rails(rails, [&](const auto& way) {
     if (job.dtype == ncclepBfloat16) {
-      launch_combine<__nv_bfloat16>(me, ll, job, num_ctas, stream, way);
+      launch_combine<__nv_bfloat16>(ctx, ll, job, num_ctas, stream, way);
     } else if (job.dtype == ncclepFloat16) {
-      launch_combine<__half>(me, ll, job, num_ctas, stream, way);
+      launch_combine<__half>(ctx, ll, job, num_ctas, stream, way);
     } else {
-      launch_combine<float>(me, ll, job, num_ctas, stream, way);
+      launch_combine<float>(ctx, ll, job, num_ctas, stream, way);
     }
   });
 }

@@ -19,40 +19,40 @@ __device__ std::int64_t expert_at(const LowLatencyDispatch& job, int assignment)
   return static_cast<const std::int32_t*>(job.topk_idx)[assignment];
 }
 
-__device__ bool is_expert(const KernelContext& me, std::int64_t expert) {
-  return expert >= 0 && expert < me.control.num_experts;
+__device__ bool is_expert(const KernelContext& ctx, std::int64_t expert) {
+  return expert >= 0 && expert < ctx.control.num_experts;
 }
 
 // Where the token with this thread's number goes, one bit each.
 struct Destinations {
-  std::uint32_t ranks = 0;    // of this domain, by place
+  std::uint32_t ranks = 0;    // of this domain, by local rank
   std::uint64_t domains = 0;  // other ones
 };
 
 template <typename R>
-__device__ Destinations find_destinations(const KernelContext& me, const LowLatencyDispatch& job,
+__device__ Destinations find_destinations(const KernelContext& ctx, const LowLatencyDispatch& job,
                                           int top_k) {
-  const int token = threadIdx.x, num_local = me.control.num_local();
+  const int token = threadIdx.x, num_local = ctx.control.num_local();
   Destinations found;
   if (token >= job.num_tokens) return found;
 #pragma unroll 8
   for (int k = 0; k < top_k; ++k) {
     const std::int64_t expert = expert_at(job, token * top_k + k);
-    if (!is_expert(me, expert)) continue;
+    if (!is_expert(ctx, expert)) continue;
     const int rank = static_cast<int>(expert) / num_local;
-    if (!R::kAreThere || is_local(me, rank)) {
-      found.ranks |= 1u << local_place(me, rank);
+    if (!R::kEnabled || is_local(ctx, rank)) {
+      found.ranks |= 1u << local_rank(ctx, rank);
     } else {
-      found.domains |= std::uint64_t{1} << me.control.domain_of(rank);
+      found.domains |= std::uint64_t{1} << ctx.control.domain_of(rank);
     }
   }
   return found;
 }
 
 // A token of the message to the rail peer in `domain`.
-__device__ char* sent_token(const KernelContext& me, const LowLatencyContext& ll, int domain,
+__device__ char* sent_token(const KernelContext& ctx, const LowLatencyContext& ll, int domain,
                             int index) {
-  return ll.window_of[me.rank] + ll.window.sent_message(domain) + 16 +
+  return ll.window_of[ctx.rank] + ll.window.sent_message(domain) + 16 +
          index * ll.window.token_bytes();
 }
 
@@ -61,18 +61,18 @@ __device__ char* sent_token(const KernelContext& me, const LowLatencyContext& ll
 // the r-th rank of this domain.  False if the token's routing is bad: invalid assignments count as
 // not routed.
 template <typename R>
-__device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll,
+__device__ bool send_header(const KernelContext& ctx, const LowLatencyContext& ll,
                             const LowLatencyDispatch& job, int token, std::uint32_t ranks,
                             int own_place, const DomainPlaces& domains) {
   const LowLatencyWindow& window = ll.window;
-  const int lane = threadIdx.x % 32, num_local = me.control.num_local();
+  const int lane = threadIdx.x % 32, num_local = ctx.control.num_local();
   std::int64_t named = -1;
   float weight = 0;
   if (lane < window.top_k) {
     named = expert_at(job, token * window.top_k + lane);
     weight = job.weights[token * window.top_k + lane];
   }
-  int expert = is_expert(me, named) ? static_cast<int>(named) : -1;
+  int expert = is_expert(ctx, named) ? static_cast<int>(named) : -1;
   bool is_good = expert == named || named == -1;
   // If an expert is named twice, its first assignment counts.
   const std::uint32_t same = __match_any_sync(~0u, expert);
@@ -84,18 +84,18 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
   const auto* scales =
       reinterpret_cast<const uint4*>(job.scales) + static_cast<std::size_t>(token) * scale_vectors;
   for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-    const int of = __ffs(left) - 1, rank = local_rank(me, of);
+    const int of = __ffs(left) - 1, rank = rank_at(ctx, of);
     char* to = ll.window_of[rank];
-    const std::size_t row = row_at(window, me.rank, __shfl_sync(~0u, own_place, of));
+    const std::size_t row = row_at(window, ctx.rank, __shfl_sync(~0u, own_place, of));
     store_assignments(window, to, row, rank, num_local, expert, weight);
     auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
     for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
   }
-  if constexpr (R::kAreThere) {
-    const int in_domain = num_local * me.control.local_ranks();
+  if constexpr (R::kEnabled) {
+    const int in_domain = num_local * ctx.control.local_ranks();
     for (std::uint64_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
       const int domain = __ffsll(left) - 1;
-      char* to = sent_token(me, ll, domain, domains.place(domain, token));
+      char* to = sent_token(ctx, ll, domain, domains.place(domain, token));
       if (lane < window.top_k) {
         const bool is_its = expert >= 0 && expert / in_domain == domain;
         reinterpret_cast<std::int32_t*>(to)[lane] = is_its ? expert % in_domain : -1;
@@ -110,7 +110,7 @@ __device__ bool send_header(const KernelContext& me, const LowLatencyContext& ll
 
 // Sends this CTA's share.  False for a thread that has found a bad routing.
 template <typename R>
-__device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
+__device__ bool send_rows(const KernelContext& ctx, const LowLatencyContext& ll,
                           const LowLatencyDispatch& job, const Places& places,
                           const DomainPlaces& domains) {
   const LowLatencyWindow& window = ll.window;
@@ -129,23 +129,23 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
       }
     }
     const std::uint32_t ranks = places.ranks_of[token];
-    const int own_place = lane < me.control.local_ranks() ? places.place(lane, token) : 0;
+    const int own_place = lane < ctx.control.local_ranks() ? places.place(lane, token) : 0;
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
       const int of = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, of);
-      char* to = ll.window_of[local_rank(me, of)] + window.rows() +
-                 row_at(window, me.rank, place) * window.row_bytes;
+      char* to = ll.window_of[rank_at(ctx, of)] + window.rows() +
+                 row_at(window, ctx.rank, place) * window.row_bytes;
       part.store(to, offset, window.row_bytes);
     }
-    if constexpr (R::kAreThere) {
+    if constexpr (R::kEnabled) {
       for (std::uint64_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
         const int domain = __ffsll(left) - 1;
-        char* to = sent_token(me, ll, domain, domains.place(domain, token)) +
+        char* to = sent_token(ctx, ll, domain, domains.place(domain, token)) +
                    window.header_bytes() + window.scale_bytes;
         part.store(to, offset, window.row_bytes);
       }
     }
     if (i % pieces == 0) {
-      is_good &= send_header<R>(me, ll, job, token, ranks, own_place, domains);
+      is_good &= send_header<R>(ctx, ll, job, token, ranks, own_place, domains);
     }
   }
   return is_good;
@@ -153,7 +153,7 @@ __device__ bool send_rows(const KernelContext& me, const LowLatencyContext& ll,
 
 // Waits for all ranks' rows.  Called by one CTA.
 template <typename R>
-__device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
+__device__ void receive(const KernelContext& ctx, const LowLatencyContext& ll,
                         const LowLatencyDispatch& job, std::uint64_t number, bool has_failed) {
   __shared__ int counts[kMaxRanks];
   __shared__ int cleared[kMaxRanks];
@@ -163,14 +163,14 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   __syncthreads();
   const auto wait = [&](bool for_local) {
     for (int rank = threadIdx.x; rank < window.num_ranks && !has_failed; rank += kLlThreads) {
-      if (R::kAreThere && is_local(me, rank) != for_local) continue;
-      const int were_cleared = R::kAreThere ? ll.state->cleared[rank] : 0;  // loaded while it waits
+      if (R::kEnabled && is_local(ctx, rank) != for_local) continue;
+      const int were_cleared = R::kEnabled ? ll.state->cleared[rank] : 0;  // loaded while it waits
       const std::int64_t word =
-          wait_for_numbered<load_acquire>(me, Phase::kLowLatencyDispatch, rank, number,
-                                          sent_word(ll, me.rank, Turn::kDispatch, rank), number);
+          wait_for_numbered<load_acquire>(ctx, Phase::kLowLatencyDispatch, rank, number,
+                                          sent_word(ll, ctx.rank, Turn::kDispatch, rank), number);
       has_failed = word < 0;
       counts[rank] = static_cast<int>(word & (kBadRouting - 1));
-      if (R::kAreThere) cleared[rank] = were_cleared;
+      if (R::kEnabled) cleared[rank] = were_cleared;
       if (!has_failed && (word & kBadRouting)) {
         atomicOr(bad_ranks + rank / 32, 1u << rank % 32);
       }
@@ -180,18 +180,18 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
   wait(true);
   // Only then those of other domains: who is missing in this one has not sent its rail peers' words
   // on either, and is the one to name.
-  if constexpr (R::kAreThere) wait(false);
+  if constexpr (R::kEnabled) wait(false);
   if (threadIdx.x < kRankWords && bad_ranks[threadIdx.x] != 0) {
-    me.mailbox->bad_low_latency.words[threadIdx.x] |= bad_ranks[threadIdx.x];
+    ctx.mailbox->bad_low_latency.words[threadIdx.x] |= bad_ranks[threadIdx.x];
   }
   for (int rank = threadIdx.x; rank < window.num_ranks; rank += kLlThreads) {
     job.counts[rank] = has_failed ? 0 : counts[rank];
   }
   // Places that received no row have no experts.
-  char* own = ll.window_of[me.rank];
+  char* own = ll.window_of[ctx.rank];
   const int of_rank = window.max_tokens * window.top_k;
   auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts());
-  if constexpr (R::kAreThere) {
+  if constexpr (R::kEnabled) {
     // There may be many: only those are cleared that received one in an earlier dispatch.
     const int lane = threadIdx.x % 32;
     for (int first = threadIdx.x - lane; first < window.num_ranks; first += kLlThreads) {
@@ -218,34 +218,34 @@ __device__ void receive(const KernelContext& me, const LowLatencyContext& ll,
 
 template <typename R>
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_dispatch_kernel(KernelContext me, LowLatencyContext ll, LowLatencyDispatch job,
+    ll_dispatch_kernel(KernelContext ctx, LowLatencyContext ll, LowLatencyDispatch job,
                        const __grid_constant__ R rails) {
   __shared__ Places places;
   __shared__ DomainPlaces domains;
   __shared__ TokenBatch batch;  // of other domains
   __shared__ int counts[kWarpSize];
   const LowLatencyWindow& window = ll.window;
-  const Operation now = begin(me, ll, Turn::kDispatch, job.sends);
+  const Operation now = begin(ctx, ll, Turn::kDispatch, job.sends);
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
   if (!job.sends) {
     bool has_failed = __syncthreads_or(now.has_failed);
-    if constexpr (R::kAreThere) {
+    if constexpr (R::kEnabled) {
       const unsigned int passed =
-          pass_tokens_on(me, rails, ll, batch, state->tokens_put, now.number, has_failed);
+          pass_tokens_on(ctx, rails, ll, batch, state->tokens_put, now.number, has_failed);
       if (passed == 0) return;
       has_failed = passed >= kSentFailed;
     }
-    receive<R>(me, ll, job, now.number, has_failed);
+    receive<R>(ctx, ll, job, now.number, has_failed);
     return;
   }
   // The last CTA counts it up when all CTAs have read it.
   const std::uint64_t tokens_put =
-      R::kAreThere ? *static_cast<volatile std::uint64_t*>(&me.state->rail_signals[kTokensPut]) + 1
-                   : 0;
-  const Destinations found = find_destinations<R>(me, job, window.top_k);
-  places.set(found.ranks, job.num_tokens, me.control.local_ranks());
-  if constexpr (R::kAreThere) {
-    domains.set(found.domains, job.num_tokens, me.control.num_domains);
+      R::kEnabled ? *static_cast<volatile std::uint64_t*>(&ctx.state->rail_signals[kTokensPut]) + 1
+                  : 0;
+  const Destinations found = find_destinations<R>(ctx, job, window.top_k);
+  places.set(found.ranks, job.num_tokens, ctx.control.local_ranks());
+  if constexpr (R::kEnabled) {
+    domains.set(found.domains, job.num_tokens, ctx.control.num_domains);
   }
   bool has_failed = __syncthreads_or(now.has_failed);
   const int thread = threadIdx.x;
@@ -253,52 +253,52 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     ll.state->ranks_of[thread] = found.ranks;
     ll.state->domains_of[thread] = found.domains;
   }
-  const int locals = me.control.local_ranks();
+  const int locals = ctx.control.local_ranks();
   if (thread < locals) counts[thread] = places.count(thread, job.num_tokens);
-  const bool is_good = has_failed || send_rows<R>(me, ll, job, places, domains);
+  const bool is_good = has_failed || send_rows<R>(ctx, ll, job, places, domains);
   const unsigned int sent = count_sent(&ll.state->sent, !is_good, has_failed);
-  if (sent == 0 && !(R::kAreThere && job.completes)) return;
+  if (sent == 0 && !(R::kEnabled && job.completes)) return;
   const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;
   if (thread == 0 && sent != 0 && sent < kSentFailed) {
     fence_system();  // passes on what this thread saw through the other CTAs' fences
-    for (int place = 0; place < locals; ++place) {
-      post_numbered(sent_word(ll, local_rank(me, place), Turn::kDispatch, me.rank), now.number,
-                    counts[place] | bad);
+    for (int local_rank = 0; local_rank < locals; ++local_rank) {
+      post_numbered(sent_word(ll, rank_at(ctx, local_rank), Turn::kDispatch, ctx.rank), now.number,
+                    counts[local_rank] | bad);
     }
     ll.state->dispatches = now.number;
   }
-  if constexpr (R::kAreThere) {
+  if constexpr (R::kEnabled) {
     if (sent != 0 && sent < kSentFailed) {
       see_other_ctas();
-      has_failed =
-          !__syncthreads_and(put_messages(me, rails, ll, domains, job.num_tokens, bad, now.number));
-      if (thread == 0) me.state->rail_signals[kTokensPut] = ll.state->tokens_put = tokens_put;
+      has_failed = !__syncthreads_and(
+          put_messages(ctx, rails, ll, domains, job.num_tokens, bad, now.number));
+      if (thread == 0) ctx.state->rail_signals[kTokensPut] = ll.state->tokens_put = tokens_put;
     }
     if (!job.completes) return;
     const unsigned int passed =
-        pass_tokens_on(me, rails, ll, batch, tokens_put, now.number, has_failed);
-    if (passed != 0) receive<R>(me, ll, job, now.number, passed >= kSentFailed);
+        pass_tokens_on(ctx, rails, ll, batch, tokens_put, now.number, has_failed);
+    if (passed != 0) receive<R>(ctx, ll, job, now.number, passed >= kSentFailed);
   } else if (job.completes) {
-    receive<R>(me, ll, job, now.number, sent >= kSentFailed);
+    receive<R>(ctx, ll, job, now.number, sent >= kSentFailed);
   }
 }
 
 template <typename R>
-void launch_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+void launch_dispatch(const KernelContext& ctx, const LowLatencyContext& ll,
                      const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream,
                      const R& rails) {
   const auto kernel = ll_dispatch_kernel<R>;
-  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(me, ll, job, rails);
+  kernel<<<num_ctas, kLlThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(ctx, ll, job, rails);
   cuda_check(cudaGetLastError(), "launching a low-latency dispatch");
 }
 
 }  // namespace
 
-void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+void low_latency_dispatch(const KernelContext& ctx, const LowLatencyContext& ll,
                           const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream,
                           const Rails* rails) {
   if (!job.sends && rails == nullptr) num_ctas = 1;
-  with_rails(rails, [&](const auto& way) { launch_dispatch(me, ll, job, num_ctas, stream, way); });
+  with_rails(rails, [&](const auto& way) { launch_dispatch(ctx, ll, job, num_ctas, stream, way); });
 }
 
 }  // namespace ncclep::native

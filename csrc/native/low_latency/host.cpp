@@ -121,7 +121,7 @@ void LowLatency::discard_windows() {
 void LowLatency::close() {
   if (window_ == nullptr) return;
   group_->wait_for_calls("closing its window", group_->longest_timeout());
-  group_->settle();
+  group_->drain_network();
   window_->close();
   discard_windows();
 }

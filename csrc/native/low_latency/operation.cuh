@@ -53,20 +53,20 @@ struct Operation {
 };
 
 // Called by all threads.  Not a barrier: only thread 0 learns of a failure.
-__device__ inline Operation begin(const KernelContext& me, const LowLatencyContext& ll, Turn turn,
+__device__ inline Operation begin(const KernelContext& ctx, const LowLatencyContext& ll, Turn turn,
                                   bool sends) {
   const auto* state = static_cast<volatile LowLatencyState*>(ll.state);
   const std::uint64_t dispatches = state->dispatches, combines = state->combines;
   Operation now{(turn == Turn::kDispatch ? dispatches : combines) + sends, false};
   if (threadIdx.x != 0) return now;
-  now.has_failed = has_failed(me);
+  now.has_failed = has_failed(ctx);
   const bool is_in_turn = dispatches == combines + (turn == Turn::kCombine);
   if (sends && !is_in_turn && !now.has_failed) {
     // For example, a graph that holds only a dispatch is replayed twice: others may still be
     // reading.
     const Phase phase =
         turn == Turn::kDispatch ? Phase::kLowLatencyDispatch : Phase::kLowLatencyCombine;
-    report_failure(me, Reason::kOutOfTurn, phase, me.rank, now.number);
+    report_failure(ctx, Reason::kOutOfTurn, phase, ctx.rank, now.number);
     now.has_failed = true;
   }
   return now;

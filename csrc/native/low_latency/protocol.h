@@ -170,10 +170,10 @@ struct LowLatencyCombine {
 };
 
 // `rails`, whose first window is the object's, are null unless there are several domains.
-void low_latency_dispatch(const KernelContext& me, const LowLatencyContext& ll,
+void low_latency_dispatch(const KernelContext& ctx, const LowLatencyContext& ll,
                           const LowLatencyDispatch& job, int num_ctas, std::uintptr_t stream,
                           const Rails* rails = nullptr);
-void low_latency_combine(const KernelContext& me, const LowLatencyContext& ll,
+void low_latency_combine(const KernelContext& ctx, const LowLatencyContext& ll,
                          const LowLatencyCombine& job, int num_ctas, std::uintptr_t stream,
                          const Rails* rails = nullptr);
 

@@ -36,8 +36,8 @@ __device__ inline void see_other_ctas() {
 // What the rail peer in `domain` has put.
 class Message {
  public:
-  __device__ Message(const KernelContext& me, const LowLatencyContext& ll, int domain)
-      : window_(ll.window), start_(ll.window_of[me.rank] + ll.window.message(domain)) {
+  __device__ Message(const KernelContext& ctx, const LowLatencyContext& ll, int domain)
+      : window_(ll.window), start_(ll.window_of[ctx.rank] + ll.window.message(domain)) {
     const auto* head = reinterpret_cast<const std::uint64_t*>(start_);
     num_tokens = static_cast<int>(__ldcg(head));
     bad_routing = static_cast<std::uint32_t>(__ldcg(head + 1));
@@ -57,9 +57,9 @@ constexpr int kDomainWords = kMaxDomains / 32;
 static_assert(kDomainWords == 2, "the bits of a std::uint64_t");
 
 // All domains but this one, a bit for each.
-__device__ inline std::uint64_t other_domains(const KernelContext& me) {
-  return (~std::uint64_t{0} >> (kMaxDomains - me.control.num_domains)) &
-         ~(std::uint64_t{1} << me.control.domain_of(me.rank));
+__device__ inline std::uint64_t other_domains(const KernelContext& ctx) {
+  return (~std::uint64_t{0} >> (kMaxDomains - ctx.control.num_domains)) &
+         ~(std::uint64_t{1} << ctx.control.domain_of(ctx.rank));
 }
 
 // The messages of as many rail peers as have room together, for a CTA to work on at a time: their
@@ -75,7 +75,7 @@ struct TokenBatch {
 
   // Takes the first of the domains `left`, a bit for each, and returns the others.  Called by all
   // threads.
-  __device__ std::uint64_t take(const KernelContext& me, const LowLatencyContext& ll,
+  __device__ std::uint64_t take(const KernelContext& ctx, const LowLatencyContext& ll,
                                 std::uint64_t left, int num_bytes) {
     __syncthreads();  // the last batch is over
     if (threadIdx.x < 32) {
@@ -84,7 +84,7 @@ struct TokenBatch {
       first[0] = mine[0] = 0;
       for (int domain = threadIdx.x; domain < kMaxDomains; domain += 32) {
         const bool is_left = left >> domain & 1;
-        const int number = is_left ? Message(me, ll, domain).num_tokens : 0;
+        const int number = is_left ? Message(ctx, ll, domain).num_tokens : 0;
         const int others = number * pieces - first_piece(domain) + gridDim.x - 1;
         up_to = __shfl_sync(~0u, up_to, 31) + warp_scan(number);
         mine_up_to = __shfl_sync(~0u, mine_up_to, 31) +
@@ -100,13 +100,13 @@ struct TokenBatch {
     std::uint32_t ranks = 0;
     if (token < num_tokens()) {
       domain_of[token] = static_cast<std::uint8_t>(last_up_to(first, token));
-      const RailToken here = token_at(me, ll, token);
+      const RailToken here = token_at(ctx, ll, token);
       for (int k = 0; k < ll.window.top_k; ++k) {
         const int expert = here.expert(k);
-        if (expert >= 0) ranks |= 1u << expert / me.control.num_local();
+        if (expert >= 0) ranks |= 1u << expert / ctx.control.num_local();
       }
     }
-    places.set(ranks, num_tokens(), me.control.local_ranks());
+    places.set(ranks, num_tokens(), ctx.control.local_ranks());
     __syncthreads();
     return end == kMaxDomains ? 0 : left >> end << end;
   }
@@ -122,9 +122,9 @@ struct TokenBatch {
     const int number = first_piece(domain) + (i - mine[domain]) * gridDim.x;
     return {first[domain] + number / pieces, number % pieces};
   }
-  __device__ RailToken token_at(const KernelContext& me, const LowLatencyContext& ll,
+  __device__ RailToken token_at(const KernelContext& ctx, const LowLatencyContext& ll,
                                 int token) const {
-    return Message(me, ll, domain_of[token]).token(index_of(token));
+    return Message(ctx, ll, domain_of[token]).token(index_of(token));
   }
   // Among those of its domain.
   __device__ int index_of(int token) const { return token - first[domain_of[token]]; }
@@ -153,38 +153,38 @@ struct TokenBatch {
 // Puts this rank's messages, which all CTAs have written, to the rail peers.  Called by all threads
 // of the CTA that has seen that; false for a thread that could not.
 template <typename R>
-__device__ bool put_messages(const KernelContext& me, const R& rails, const LowLatencyContext& ll,
+__device__ bool put_messages(const KernelContext& ctx, const R& rails, const LowLatencyContext& ll,
                              const DomainPlaces& domains, int num_tokens, std::uint32_t bad_routing,
                              std::uint64_t epoch) {
   const int domain = threadIdx.x;
-  if (!has_rail_peer(me, domain)) return true;
+  if (!has_rail_peer(ctx, domain)) return true;
   const std::size_t from = ll.window.sent_message(domain);
   const int number = domains.count(domain, num_tokens);
-  auto* head = reinterpret_cast<std::uint64_t*>(ll.window_of[me.rank] + from);
+  auto* head = reinterpret_cast<std::uint64_t*>(ll.window_of[ctx.rank] + from);
   head[0] = number;
   head[1] = bad_routing;
-  return put(me, rails, Phase::kLowLatencyDispatch, epoch, kLowLatencyWindow, domain,
-             ll.window.message(me.control.domain_of(me.rank)), from,
+  return put(ctx, rails, Phase::kLowLatencyDispatch, epoch, kLowLatencyWindow, domain,
+             ll.window.message(ctx.control.domain_of(ctx.rank)), from,
              ll.window.message_bytes(number), kTokensPut);
 }
 
 // Waits until all rail peers have counted `signal` up to `goal`; false, for the whole CTA, when the
 // group has failed.
 template <typename R>
-__device__ bool wait_for_rail_peers(const KernelContext& me, const R& rails, Phase phase,
+__device__ bool wait_for_rail_peers(const KernelContext& ctx, const R& rails, Phase phase,
                                     RailSignal signal, std::uint64_t goal, std::uint64_t number) {
-  bool is_here = true;
-  if (has_rail_peer(me, threadIdx.x)) {
-    is_here = wait_for_signals(me, rails, phase, signal, threadIdx.x, goal, number);
+  bool arrived = true;
+  if (has_rail_peer(ctx, threadIdx.x)) {
+    arrived = wait_for_signals(ctx, rails, phase, signal, threadIdx.x, goal, number);
   }
-  return __syncthreads_and(is_here);
+  return __syncthreads_and(arrived);
 }
 
 // Waits until rail peers in some of the domains `left`, a bit for each, have counted `signal` up to
 // `goal`; returns these domains, or 0 when the group has failed.  Called by all threads of a CTA;
 // another barrier must follow before the next call.
 template <typename R>
-__device__ std::uint64_t wait_for_some(const KernelContext& me, const R& rails, Phase phase,
+__device__ std::uint64_t wait_for_some(const KernelContext& ctx, const R& rails, Phase phase,
                                        RailSignal signal, std::uint64_t goal, std::uint64_t number,
                                        std::uint64_t left) {
   __shared__ unsigned int come[kDomainWords];
@@ -195,12 +195,12 @@ __device__ std::uint64_t wait_for_some(const KernelContext& me, const R& rails, 
   __syncthreads();
   bool is_good = true;
   if (domain < kMaxDomains && (left >> domain & 1) != 0) {
-    bool is_here = false;
-    is_good = wait_until(me, phase, rail_peer_in(me, domain), number, [&] {
-      is_here = has_counted(me, rails, signal, domain, goal);
-      return is_here || look(&is_any) != 0;
+    bool arrived = false;
+    is_good = wait_until(ctx, phase, rail_peer_in(ctx, domain), number, [&] {
+      arrived = has_counted(ctx, rails, signal, domain, goal);
+      return arrived || look(&is_any) != 0;
     });
-    if (is_here) {
+    if (arrived) {
       atomicOr(come + domain / 32, 1u << domain % 32);
       show(&is_any, 1);
     }
@@ -211,15 +211,15 @@ __device__ std::uint64_t wait_for_some(const KernelContext& me, const R& rails, 
 
 // Sends the tokens of a batch on to the ranks of this domain, as their sources would.  Called by
 // all threads of all CTAs.
-__device__ inline void pass_on(const KernelContext& me, const LowLatencyContext& ll,
+__device__ inline void pass_on(const KernelContext& ctx, const LowLatencyContext& ll,
                                const TokenBatch& batch) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int num_local = me.control.num_local(), locals = me.control.local_ranks();
+  const int num_local = ctx.control.num_local(), locals = ctx.control.local_ranks();
   for (int i = warp; i < batch.num_mine(); i += kLlWarps) {
     const auto [number, piece] = batch.find_mine(i);
-    const int source = rail_peer_in(me, batch.domain_of[number]);
-    const RailToken token = batch.token_at(me, ll, number);
+    const int source = rail_peer_in(ctx, batch.domain_of[number]);
+    const RailToken token = batch.token_at(ctx, ll, number);
     const int offset = piece * kLlPiece + lane * 16;
     Part part;
     part.load(token.row(), offset, window.row_bytes);
@@ -228,7 +228,7 @@ __device__ inline void pass_on(const KernelContext& me, const LowLatencyContext&
     const int own_place = lane < locals ? batch.place(lane, number) : 0;
     for (std::uint32_t left = batch.places.ranks_of[number]; left != 0; left &= left - 1) {
       const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
-      char* to = ll.window_of[local_rank(me, rank)];
+      char* to = ll.window_of[rank_at(ctx, rank)];
       const std::size_t row = row_at(window, source, place);
       part.store(to + window.rows() + row * window.row_bytes, offset, window.row_bytes);
       if (piece != 0) continue;
@@ -243,12 +243,12 @@ __device__ inline void pass_on(const KernelContext& me, const LowLatencyContext&
 // Called by all threads of a CTA that has sent its part of a batch, of these domains, on: counts
 // each of them, and gives the words of those sources whose other parts all CTAs have sent on.
 // Returns what `count_sent` does when all CTAs have done so for all domains.
-__device__ inline unsigned int count_passed(const KernelContext& me, const LowLatencyContext& ll,
+__device__ inline unsigned int count_passed(const KernelContext& ctx, const LowLatencyContext& ll,
                                             const TokenBatch& batch, std::uint64_t domains,
                                             std::uint64_t number, bool has_failed) {
   __shared__ unsigned int by_all[kMaxDomains];  // the sums of those that are complete
   __shared__ unsigned int sum;
-  const int domain = threadIdx.x, locals = me.control.local_ranks();
+  const int domain = threadIdx.x, locals = ctx.control.local_ranks();
   __syncthreads();
   unsigned int mine = 0;
   if (domain < kMaxDomains) {
@@ -260,12 +260,12 @@ __device__ inline unsigned int count_passed(const KernelContext& me, const LowLa
     }
   }
   if (__syncthreads_or(mine != 0) == 0) return 0;
-  for (int i = threadIdx.x; i < me.control.num_domains * locals; i += kLlThreads) {
-    const int of = i / locals, place = i % locals, source = rail_peer_in(me, of);
+  for (int i = threadIdx.x; i < ctx.control.num_domains * locals; i += kLlThreads) {
+    const int of = i / locals, local_rank = i % locals, source = rail_peer_in(ctx, of);
     if (by_all[of] == 0 || by_all[of] >= kSentFailed) continue;
     fence_system();  // passes on what this thread has seen
-    post_numbered(sent_word(ll, local_rank(me, place), Turn::kDispatch, source), number,
-                  batch.count(place, of) | Message(me, ll, of).bad_routing);
+    post_numbered(sent_word(ll, rank_at(ctx, local_rank), Turn::kDispatch, source), number,
+                  batch.count(local_rank, of) | Message(ctx, ll, of).bad_routing);
   }
   if (threadIdx.x < 32) {
     unsigned int complete = 0;
@@ -274,7 +274,7 @@ __device__ inline unsigned int count_passed(const KernelContext& me, const LowLa
     }
     complete = warp_sum(complete);
     if (threadIdx.x == 0) {
-      sum = count_in(&ll.state->domains_passed, complete, me.control.num_domains - 1);
+      sum = count_in(&ll.state->domains_passed, complete, ctx.control.num_domains - 1);
     }
   }
   __syncthreads();
@@ -285,14 +285,14 @@ __device__ inline unsigned int count_passed(const KernelContext& me, const LowLa
 // come first: a rank that waits for the words then misses only ranks that have put nothing.  Called
 // by all threads of all CTAs; returns what `count_sent` does.
 template <typename R>
-__device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
+__device__ unsigned int pass_tokens_on(const KernelContext& ctx, const R& rails,
                                        const LowLatencyContext& ll, TokenBatch& batch,
                                        std::uint64_t goal, std::uint64_t number, bool has_failed) {
-  std::uint64_t left = other_domains(me);
+  std::uint64_t left = other_domains(ctx);
   unsigned int passed = 0;  // all domains; in the last CTA only
   while (left != 0) {
     std::uint64_t come = has_failed ? 0
-                                    : wait_for_some(me, rails, Phase::kLowLatencyDispatch,
+                                    : wait_for_some(ctx, rails, Phase::kLowLatencyDispatch,
                                                     kTokensPut, goal, number, left);
     if (come == 0) {
       has_failed = true;
@@ -300,9 +300,9 @@ __device__ unsigned int pass_tokens_on(const KernelContext& me, const R& rails,
     }
     left &= ~come;
     while (come != 0) {
-      const std::uint64_t others = has_failed ? 0 : batch.take(me, ll, come, ll.window.row_bytes);
-      if (!has_failed) pass_on(me, ll, batch);
-      passed = count_passed(me, ll, batch, come & ~others, number, has_failed);
+      const std::uint64_t others = has_failed ? 0 : batch.take(ctx, ll, come, ll.window.row_bytes);
+      if (!has_failed) pass_on(ctx, ll, batch);
+      passed = count_passed(ctx, ll, batch, come & ~others, number, has_failed);
       come = others;
     }
   }

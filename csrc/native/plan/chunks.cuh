@@ -59,15 +59,15 @@ struct TokenPartition {
   NCCLEP_BOTH std::size_t tile_bytes() const { return tile_chunks * chunk_bytes(); }
 };
 
-inline TokenPartition partition_tokens(int num_tokens, int top_k, const KernelContext& me,
+inline TokenPartition partition_tokens(int num_tokens, int top_k, const KernelContext& ctx,
                                        int num_sms) {
-  const Control& control = me.control;
+  const Control& control = ctx.control;
   TokenPartition partition{num_tokens,
                            top_k,
                            control.num_experts,
                            control.num_ranks,
                            0,
-                           me.control_of.first_rank,
+                           ctx.control_of.first_rank,
                            control.local_ranks(),
                            1,
                            1,
@@ -81,14 +81,15 @@ inline TokenPartition partition_tokens(int num_tokens, int top_k, const KernelCo
   return partition;
 }
 
-// Chunks in shared memory.  `[chunk]` indexes the chunks of the tile, and `place` is a token's
-// index in its chunk.
+// Chunks in shared memory.  `[chunk]` indexes the chunks of the tile, and `[token_in_chunk]` the
+// tokens of one.
 struct ChunkTile {
   ulonglong2* bitmaps;        // [chunk][column]
-  std::int16_t* assignments;  // [chunk][place][k]: expert, or -1
-  std::uint16_t* of_token;    // [chunk][rank][place]: a token's assignments for a counted rank
-  std::int32_t* before;       // [chunk][column]: count over this rank's tokens before the chunk
-  std::int32_t* of_rank;      // [chunk][rank]
+  std::int16_t* assignments;  // [chunk][token_in_chunk][k]: expert, or -1
+  std::uint16_t*
+      of_token;           // [chunk][rank][token_in_chunk]: a token's assignments for a counted rank
+  std::int32_t* before;   // [chunk][column]: count over this rank's tokens before the chunk
+  std::int32_t* of_rank;  // [chunk][rank]
 
   __device__ ChunkTile(const TokenPartition& partition, char* memory)
       : bitmaps(reinterpret_cast<ulonglong2*>(memory)),
@@ -104,20 +105,21 @@ struct ChunkTile {
 
 __device__ inline int count(ulonglong2 bitmap) { return __popcll(bitmap.x) + __popcll(bitmap.y); }
 
-// Tokens before `place`.
-__device__ inline int count_before(ulonglong2 bitmap, int place) {
-  const unsigned long long lower = (1ull << place % 64) - 1;
-  return place < 64 ? __popcll(bitmap.x & lower) : __popcll(bitmap.x) + __popcll(bitmap.y & lower);
+// Tokens of a chunk before one.
+__device__ inline int count_before(ulonglong2 bitmap, int token_in_chunk) {
+  const unsigned long long lower = (1ull << token_in_chunk % 64) - 1;
+  return token_in_chunk < 64 ? __popcll(bitmap.x & lower)
+                             : __popcll(bitmap.x) + __popcll(bitmap.y & lower);
 }
 
-__device__ inline bool has_token(ulonglong2 bitmap, int place) {
-  return (place < 64 ? bitmap.x : bitmap.y) >> place % 64 & 1;
+__device__ inline bool has_token(ulonglong2 bitmap, int token_in_chunk) {
+  return (token_in_chunk < 64 ? bitmap.x : bitmap.y) >> token_in_chunk % 64 & 1;
 }
 
 // Writes the sums of value(0) to value(i - 1) to to[i], for i from 0 to `number`; returns the last
 // one.  Called by one warp.
 template <typename Value>
-__device__ int sum_up_to(int number, std::int32_t* to, Value&& value) {
+__device__ int prefix_sum(int number, std::int32_t* to, Value&& value) {
   const int lane = threadIdx.x % kWarpSize;
   int sum = 0;
   for (int first = 0; first < number; first += kWarpSize) {
@@ -203,9 +205,10 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
   bool is_good = load_assignments(from, tokens * top_k, partition.num_experts, tile.assignments);
   __syncthreads();
   for (int i = threadIdx.x; i < tokens; i += kPlanThreads) {
-    const int chunk = i / kChunk, place = i % kChunk;
-    auto* words = reinterpret_cast<unsigned int*>(tile.bitmaps + chunk * columns) + place / 32;
-    const unsigned int bit = 1u << place % 32;
+    const int chunk = i / kChunk, token_in_chunk = i % kChunk;
+    auto* words =
+        reinterpret_cast<unsigned int*>(tile.bitmaps + chunk * columns) + token_in_chunk / 32;
+    const unsigned int bit = 1u << token_in_chunk % 32;
     RankSet ranks{};
     std::uint32_t assignments = 0;
     for (int k = 0; k < top_k; ++k) {
@@ -223,7 +226,7 @@ __device__ bool read_chunks(const TokenPartition& partition, const ChunkTile& ti
         atomicOr(words + 4 * (partition.num_experts + rank), bit);
         atomicOr(words + 4 * partition.column_of_domain(rank / partition.local_ranks), bit);
       } else {
-        tile.of_token[(chunk * num_ranks + rank) * kChunk + place] += 1;
+        tile.of_token[(chunk * num_ranks + rank) * kChunk + token_in_chunk] += 1;
       }
     }
 #pragma unroll

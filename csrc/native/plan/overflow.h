@@ -27,7 +27,7 @@ struct Drop {
 // Queues `drop`.  Collective; `count` of the same plan must follow, on `kept`.  `rails` are null
 // unless there are several domains.
 template <int kGroups>
-void drop_what_does_not_fit(const KernelContextOf<kGroups>& me, const Drop& arguments,
+void drop_what_does_not_fit(const KernelContextOf<kGroups>& ctx, const Drop& arguments,
                             const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                             const Rails* rails = nullptr);
 

@@ -170,14 +170,14 @@ template <int kGroups>
 
 // Queues `count`.  Collective.  `rails` are null unless there are several domains.
 template <int kGroups>
-void plan_count(const KernelContextOf<kGroups>& me, const PlanCount& arguments,
+void plan_count(const KernelContextOf<kGroups>& ctx, const PlanCount& arguments,
                 const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                 const Rails* rails = nullptr);
 
 // Queues `receive`, with the scratch of `count`.  It does nothing when the memory is too small (it
 // can then be queued again with more), or when the plan is refused, which is the case on all ranks.
 template <int kGroups>
-void plan_receive(const KernelContextOf<kGroups>& me, const ReceivedRoutes& routes,
+void plan_receive(const KernelContextOf<kGroups>& ctx, const ReceivedRoutes& routes,
                   const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
                   const RailRoutes& rail_routes = {});
 

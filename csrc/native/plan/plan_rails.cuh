@@ -24,37 +24,37 @@
 namespace ncclep::native {
 
 // The `i`-th count for `domain` on its way (rail_layout.h).
-__device__ inline std::uint64_t* sent_count(const KernelContext& me, int domain, int i) {
-  const RailLayout rails{me.control};
-  return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + rails.sent_counts()) +
+__device__ inline std::uint64_t* sent_count(const KernelContext& ctx, int domain, int i) {
+  const RailLayout rails{ctx.control};
+  return reinterpret_cast<std::uint64_t*>(ctx.control_of[ctx.rank] + rails.sent_counts()) +
          domain * rails.num_counts() + i;
 }
 
 // The node tokens for `domain` before a chunk of this rank's tokens.
-__device__ inline void write_num_nodes(const KernelContext& me, const PlanCount& plan, int domain,
+__device__ inline void write_num_nodes(const KernelContext& ctx, const PlanCount& plan, int domain,
                                        int chunk, int number) {
-  const RailLayout there{me.control};
+  const RailLayout there{ctx.control};
   plan.rail_routes.sent_before[domain * (plan.most_chunks + 1) + chunk] = number;
-  reinterpret_cast<std::int32_t*>(me.control_of[me.rank] + there.sent_nodes(domain))[chunk] =
+  reinterpret_cast<std::int32_t*>(ctx.control_of[ctx.rank] + there.sent_nodes(domain))[chunk] =
       number;
 }
 
 // A token of this rank, in a chunk with these bitmaps: writes where the other domains have it.
-__device__ inline void write_node_tokens(const KernelContext& me, const PlanCount& plan,
+__device__ inline void write_node_tokens(const KernelContext& ctx, const PlanCount& plan,
                                          const TokenPartition& partition, const ulonglong2* bitmaps,
                                          const int* before, int token,
                                          const std::int16_t* experts) {
-  const Control& layout = me.control;
+  const Control& layout = ctx.control;
   const RailLayout there{layout};
   const RailRoutes& routes = plan.rail_routes;
   const int num_local = layout.num_local();
   for (int domain = 0; domain < layout.num_domains; ++domain) {
-    if (domain == layout.domain_of(me.rank)) continue;
+    if (domain == layout.domain_of(ctx.rank)) continue;
     RankSet ranks{};
     std::uint32_t assignments = 0;
     for (int k = 0; k < partition.top_k; ++k) {
       if (experts[k] < 0 || layout.domain_of(experts[k] / num_local) != domain) continue;
-      ranks |= one_rank(layout.place_of(experts[k] / num_local));
+      ranks |= one_rank(layout.local_rank_of(experts[k] / num_local));
       assignments |= 1u << k;
     }
     const std::int64_t row = std::int64_t{domain} * routes.num_tokens;
@@ -66,7 +66,7 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
     if (!ranks) continue;
     routes.token_of[row + node] = token;
     auto* token_ranks =
-        reinterpret_cast<std::uint32_t*>(me.control_of[me.rank] + there.sent_nodes(domain)) +
+        reinterpret_cast<std::uint32_t*>(ctx.control_of[ctx.rank] + there.sent_nodes(domain)) +
         plan.most_chunks + 1;
     rank_sets(token_ranks)[token / kChunk * kChunk + index] = ranks;
   }
@@ -78,28 +78,28 @@ __device__ inline void write_node_tokens(const KernelContext& me, const PlanCoun
 // ranks of this domain.  `post(rank, source, column, value)`.  Called by all threads of one CTA;
 // false when the group has failed.
 template <typename Post>
-__device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std::uint64_t epoch,
+__device__ bool exchange_counts(const KernelContext& ctx, const Rails& rails, std::uint64_t epoch,
                                 Post&& post) {
-  const RailLayout layout{me.control};
-  const int domain = threadIdx.x, own = me.control.domain_of(me.rank);
-  const int columns = me.control.num_local() + 1, num_counts = layout.num_counts();
+  const RailLayout layout{ctx.control};
+  const int domain = threadIdx.x, own = ctx.control.domain_of(ctx.rank);
+  const int columns = ctx.control.num_local() + 1, num_counts = layout.num_counts();
   const auto row = [&](int of) { return std::size_t{8} * of * num_counts; };
   __syncthreads();
-  bool is_here = true;
-  if (has_rail_peer(me, domain)) {
-    is_here =
-        put(me, rails, Phase::kPlan, epoch, kControlWindow, domain, layout.counts() + row(own),
+  bool is_put = true;
+  if (has_rail_peer(ctx, domain)) {
+    is_put =
+        put(ctx, rails, Phase::kPlan, epoch, kControlWindow, domain, layout.counts() + row(own),
             layout.sent_counts() + row(domain), num_counts * 8, kCountsPut) &&
-        wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch);
+        wait_for_signal(ctx, rails, Phase::kPlan, kCountsPut, domain, 1, epoch);
   }
-  if (!__syncthreads_and(is_here)) return false;
+  if (!__syncthreads_and(is_put)) return false;
   const int first = own * layout.local_ranks();
   for (int i = threadIdx.x; i < layout.num_domains() * num_counts; i += kPlanThreads) {
     const int of = i / num_counts, column = i % num_counts;
     if (of == own) continue;
     const std::uint64_t value = __ldcg(reinterpret_cast<const std::uint64_t*>(
-        me.control_of[me.rank] + layout.counts() + row(of) + 8 * column));
-    post(first + column / columns, rail_peer_in(me, of), column % columns,
+        ctx.control_of[ctx.rank] + layout.counts() + row(of) + 8 * column));
+    post(first + column / columns, rail_peer_in(ctx, of), column % columns,
          static_cast<std::uint32_t>(value));
   }
   return true;
@@ -107,19 +107,19 @@ __device__ bool exchange_counts(const KernelContext& me, const Rails& rails, std
 
 // Puts the routes for all other domains to the rail peers, and tells the ranks of this domain when
 // those of the rail peers have come.  Called by all threads of the CTA that leaves last.
-__device__ inline void exchange_routes(const KernelContext& me, const Rails& rails,
+__device__ inline void exchange_routes(const KernelContext& ctx, const Rails& rails,
                                        const PlanCount& plan, const PlanScratch& scratch,
                                        std::uint64_t plans, std::uint64_t epoch) {
-  const Control& layout = me.control;
+  const Control& layout = ctx.control;
   const RailLayout there{layout};
-  const int domain = threadIdx.x, own = layout.domain_of(me.rank), locals = layout.local_ranks();
+  const int domain = threadIdx.x, own = layout.domain_of(ctx.rank), locals = layout.local_ranks();
   const int num_local = layout.num_local(), chunks = layout.max_chunks() + 1;
-  if (has_rail_peer(me, domain)) {
+  if (has_rail_peer(ctx, domain)) {
     // Three parts for each rank there, and the node tokens.  One place in the code
     // puts them: each takes registers.
     bool are_put = true;
     for (int part = 0; part <= 3 * locals && are_put; ++part) {
-      const std::size_t rank = domain * locals + part / 3, to = local_rank(me, part / 3);
+      const std::size_t rank = domain * locals + part / 3, to = rank_at(ctx, part / 3);
       RailSignal signal = kNumRailSignals;
       std::size_t at, from, num_bytes;
       if (part == 3 * locals) {
@@ -146,14 +146,14 @@ __device__ inline void exchange_routes(const KernelContext& me, const Rails& rai
         from = layout.chunk_pairs() + rank * chunks * 4;
         num_bytes = (plan.most_chunks + 1) * 4;
       }
-      are_put = put(me, rails, Phase::kRoutes, epoch, kControlWindow, domain, at, from, num_bytes,
+      are_put = put(ctx, rails, Phase::kRoutes, epoch, kControlWindow, domain, at, from, num_bytes,
                     signal);
     }
-    if (are_put && wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)) {
+    if (are_put && wait_for_signal(ctx, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)) {
       fence_system();
-      for (int place = 0; place < locals; ++place) {
-        store_relaxed(signal_word(me.control_of[local_rank(me, place)], layout, kRoutesWritten,
-                                  rail_peer_in(me, domain)),
+      for (int local_rank = 0; local_rank < locals; ++local_rank) {
+        store_relaxed(signal_word(ctx.control_of[rank_at(ctx, local_rank)], layout, kRoutesWritten,
+                                  rail_peer_in(ctx, domain)),
                       plans);
       }
     }

@@ -22,17 +22,17 @@ struct Part {
 
 // Copies what `source` wrote for this rank.  Called by `threads` threads, of which this is
 // `thread`.
-__device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
+__device__ void fetch(const KernelContext& ctx, const ReceivedRoutes& routes,
                       const RailRoutes& rails, const Part& part, int source, const int* start,
                       int thread, int threads) {
-  const Control& layout = me.control;
+  const Control& layout = ctx.control;
   // A source of another domain has put them into its rail peer's window.
-  const bool is_local = native::is_local(me, source), is_mine = host_of(me, source) == me.rank;
+  const bool is_local = native::is_local(ctx, source), is_mine = host_of(ctx, source) == ctx.rank;
   const int domain = layout.domain_of(source);
-  const char* window = me.control_of[host_of(me, source)];
+  const char* window = ctx.control_of[host_of(ctx, source)];
   const RailLayout put{layout};
   const std::size_t row =
-      is_local ? me.rank : domain * layout.local_ranks() + layout.place_of(me.rank);
+      is_local ? ctx.rank : domain * layout.local_ranks() + layout.local_rank_of(ctx.rank);
   const int first_pair = part.first_pair, num_pairs = part.end_pair - first_pair;
   const int first_assignment = part.first_assignment,
             num_assignments = part.end_assignment - first_assignment;
@@ -100,15 +100,16 @@ __device__ void fetch(const KernelContext& me, const ReceivedRoutes& routes,
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 1)
-    receive_kernel(KernelContext me, ReceivedRoutes routes, PlanScratch scratch, RailRoutes rails) {
+    receive_kernel(KernelContext ctx, ReceivedRoutes routes, PlanScratch scratch,
+                   RailRoutes rails) {
   __shared__ int start[kMaxLocalExperts];
-  const Control& layout = me.control;
+  const Control& layout = ctx.control;
   const int num_ranks = layout.num_ranks, num_local = layout.num_local();
   const int num_ctas = gridDim.x;
   // After a failure, scratch may hold another plan's contents.  A CTA that starts only after the
   // failure still calls `leave`, because other CTAs of its grid have begun.
-  if (had_failed(me)) {
-    leave(me);
+  if (had_failed(ctx)) {
+    leave(ctx);
     return;
   }
   // A receive without enough room does not count as an operation of the group: other ranks may have
@@ -117,32 +118,32 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       scratch.first_assignment[num_ranks] > routes.max_assignments) {
     return;
   }
-  const std::uint64_t epoch = current_epoch(me);
-  const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&me.state->plans);
+  const std::uint64_t epoch = current_epoch(ctx);
+  const std::uint64_t plans = *static_cast<volatile std::uint64_t*>(&ctx.state->plans);
   // Every source has its own CTAs or, if there are fewer CTAs than sources, every CTA its own
   // sources; each rank starts with a different source.
   for (int i = blockIdx.x % num_ranks; i < num_ranks; i += num_ctas) {
-    const int source = (me.rank + i) % num_ranks;
+    const int source = (ctx.rank + i) % num_ranks;
     const int ctas = i < num_ctas ? (num_ctas - 1 - i) / num_ranks + 1 : 1;
     for (int local = threadIdx.x; local < num_local; local += kPlanThreads) {
       start[local] = scratch.start[source * num_local + local];
     }
     const Part part{scratch.first_pair[source], scratch.first_pair[source + 1],
                     scratch.first_assignment[source], scratch.first_assignment[source + 1]};
-    bool is_here = true;
+    bool arrived = true;
     if (threadIdx.x == 0) {
-      is_here = wait_for_goal(me, Phase::kRoutes, source, epoch,
-                              signal_word(me.control_of[me.rank], layout, kRoutesWritten, source),
+      arrived = wait_for_goal(ctx, Phase::kRoutes, source, epoch,
+                              signal_word(ctx.control_of[ctx.rank], layout, kRoutesWritten, source),
                               plans) &&
-                !has_failed(me);
+                !has_failed(ctx);
     }
-    if (!__syncthreads_and(is_here)) break;
-    fetch(me, routes, rails, part, source, start,
+    if (!__syncthreads_and(arrived)) break;
+    fetch(ctx, routes, rails, part, source, start,
           static_cast<int>(blockIdx.x) / num_ranks * kPlanThreads + threadIdx.x,
           ctas * kPlanThreads);
     __syncthreads();
   }
-  if (blockIdx.x == 0 && !has_failed(me)) {
+  if (blockIdx.x == 0 && !has_failed(ctx)) {
     for (int source = threadIdx.x; source <= num_ranks; source += kPlanThreads) {
       routes.first_pair[source] = scratch.first_pair[source];
     }
@@ -150,14 +151,14 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
       routes.pair_first[scratch.first_pair[num_ranks]] = scratch.first_assignment[num_ranks];
     }
   }
-  if (leave(me)) {
-    if (threadIdx.x < layout.local_ranks() && !has_failed(me)) {
-      char* control = me.control_of[local_rank(me, threadIdx.x)];
-      store_release(signal_word(control, layout, kReceived, me.rank), plans);
+  if (leave(ctx)) {
+    if (threadIdx.x < layout.local_ranks() && !has_failed(ctx)) {
+      char* control = ctx.control_of[rank_at(ctx, threadIdx.x)];
+      store_release(signal_word(control, layout, kReceived, ctx.rank), plans);
     }
     if (threadIdx.x == 0) {
-      me.state->received = plans;
-      me.state->epoch = epoch;
+      ctx.state->received = plans;
+      ctx.state->epoch = epoch;
     }
   }
 }
@@ -165,10 +166,11 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 }  // namespace
 
 template <>
-void plan_receive(const KernelContext& me, const ReceivedRoutes& routes, const PlanScratch& scratch,
-                  int num_sms, std::uintptr_t stream, const RailRoutes& rail_routes) {
+void plan_receive(const KernelContext& ctx, const ReceivedRoutes& routes,
+                  const PlanScratch& scratch, int num_sms, std::uintptr_t stream,
+                  const RailRoutes& rail_routes) {
   receive_kernel<<<num_sms, kPlanThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
-      me, routes, scratch, rail_routes);
+      ctx, routes, scratch, rail_routes);
   cuda_check(cudaGetLastError(), "launching the second part of plan");
 }
 

@@ -58,55 +58,56 @@ __device__ Round round_of(const Job& job, int number) {
 
 template <typename R, typename Job>
 __device__ Round first_round(const Job& job) {
-  if constexpr (!R::kAreThere) return {};
+  if constexpr (!R::kEnabled) return {};
   return round_of(job, 0);
 }
 
 // What a rank is done with.
 enum RoundPart : int { kPulling = 0, kAddingRanks = 0, kAddingDomains = 1 };
 
-// The word on `rank` in which the rank of this domain with this place tells of a round.
-__device__ inline std::uint64_t* round_word(const KernelContext& me, int rank, bool is_combine,
-                                            int place, int round) {
-  const RailLayout layout{me.control};
-  return reinterpret_cast<std::uint64_t*>(me.control_of[rank] + layout.rounds_over()) +
-         (is_combine * layout.local_ranks() + place) * me.control.num_rounds + round;
+// The word on `rank` in which the rank of this domain with this local rank tells of a round.
+__device__ inline std::uint64_t* round_word(const KernelContext& ctx, int rank, bool is_combine,
+                                            int local_rank, int round) {
+  const RailLayout layout{ctx.control};
+  return reinterpret_cast<std::uint64_t*>(ctx.control_of[rank] + layout.rounds_over()) +
+         (is_combine * layout.local_ranks() + local_rank) * ctx.control.num_rounds + round;
 }
 
 // Tells the ranks of this domain that this one is done with a round.  Called by one thread.
-__device__ inline void tell_of_round(const KernelContext& me, bool is_combine, int round,
+__device__ inline void tell_of_round(const KernelContext& ctx, bool is_combine, int round,
                                      std::uint64_t epoch) {
   fence_system();  // passes on what this thread saw of other warps
-  const int own = me.control.place_of(me.rank);
-  for (int place = 0; place < me.control.local_ranks(); ++place) {
-    store_relaxed(round_word(me, local_rank(me, place), is_combine, own, round), epoch);
+  const int own = ctx.control.local_rank_of(ctx.rank);
+  for (int local_rank = 0; local_rank < ctx.control.local_ranks(); ++local_rank) {
+    store_relaxed(round_word(ctx, rank_at(ctx, local_rank), is_combine, own, round), epoch);
   }
 }
 
 // Waits until a rank of this domain has told of a round; false when the group has failed.
-__device__ inline bool wait_for_round(const KernelContext& me, Phase phase, int rank, int round,
+__device__ inline bool wait_for_round(const KernelContext& ctx, Phase phase, int rank, int round,
                                       std::uint64_t epoch) {
   const bool is_combine = phase == Phase::kCombine;
-  return wait_for(me, phase, rank,
-                  round_word(me, me.rank, is_combine, me.control.place_of(rank), round), epoch);
+  return wait_for(ctx, phase, rank,
+                  round_word(ctx, ctx.rank, is_combine, ctx.control.local_rank_of(rank), round),
+                  epoch);
 }
 
-__device__ inline unsigned int* num_done(const KernelContext& me, RoundPart part, int round) {
-  return reinterpret_cast<unsigned int*>(me.control_of[me.rank] +
-                                         RailLayout{me.control}.num_done()) +
-         part * me.control.num_rounds + round;
+__device__ inline unsigned int* num_done(const KernelContext& ctx, RoundPart part, int round) {
+  return reinterpret_cast<unsigned int*>(ctx.control_of[ctx.rank] +
+                                         RailLayout{ctx.control}.num_done()) +
+         part * ctx.control.num_rounds + round;
 }
 
 // Counts items of a round that a warp is done with.  Called by the warp; true for all of its lanes
 // if none of the `num_items` is left.  After a failure nothing is counted.
-__device__ inline bool count_done(const KernelContext& me, RoundPart part, int round, int number,
+__device__ inline bool count_done(const KernelContext& ctx, RoundPart part, int round, int number,
                                   int num_items) {
   bool is_last = false;
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0 && number > 0 && !has_failed(me)) {
+  if (threadIdx.x % kWarpSize == 0 && number > 0 && !has_failed(ctx)) {
     __threadfence();
     is_last =
-        static_cast<int>(atomicAdd(num_done(me, part, round), 0u + number)) + number == num_items;
+        static_cast<int>(atomicAdd(num_done(ctx, part, round), 0u + number)) + number == num_items;
   }
   return __any_sync(~0u, is_last);
 }
@@ -115,7 +116,7 @@ __device__ inline bool count_done(const KernelContext& me, RoundPart part, int r
 // of them, until all are over or gives_up(domain).  Called by one warp, whose lanes share the
 // domains, so that none is held up by another.
 template <typename IsReady, typename Step, typename GivesUp>
-__device__ void for_units(const KernelContext& me, int num_units, IsReady&& is_ready, Step&& step,
+__device__ void for_units(const KernelContext& ctx, int num_units, IsReady&& is_ready, Step&& step,
                           GivesUp&& gives_up) {
   constexpr int kOfLane = kMaxDomains / kWarpSize;
   int over[kOfLane] = {};
@@ -124,7 +125,7 @@ __device__ void for_units(const KernelContext& me, int num_units, IsReady&& is_r
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int domain = i * kWarpSize + threadIdx.x % kWarpSize;
-      if (!has_rail_peer(me, domain) || over[i] == num_units) continue;
+      if (!has_rail_peer(ctx, domain) || over[i] == num_units) continue;
       if (is_ready(domain, over[i])) {
         step(domain, over[i]++);
       } else if (gives_up(domain)) {
@@ -137,9 +138,9 @@ __device__ void for_units(const KernelContext& me, int num_units, IsReady&& is_r
 }
 
 // Called by all threads of the CTA that leaves last, with the context's part for rails.
-__device__ inline void clear_rounds(const KernelContext& me) {
-  const RailLayout layout{me.control};
-  auto* counts = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + layout.num_done());
+__device__ inline void clear_rounds(const KernelContext& ctx) {
+  const RailLayout layout{ctx.control};
+  auto* counts = reinterpret_cast<unsigned int*>(ctx.control_of[ctx.rank] + layout.num_done());
   const int number = static_cast<int>((layout.end() - layout.num_done()) / sizeof(*counts));
   for (int i = threadIdx.x; i < number; i += blockDim.x) counts[i] = 0;
 }

@@ -35,7 +35,7 @@ template <int kGroups>
 
 // Queues the combine.  Collective.  `rails` are null unless there are several domains.
 template <int kGroups>
-void combine(const KernelContextOf<kGroups>& me, const Combine& arguments, int num_sms,
+void combine(const KernelContextOf<kGroups>& ctx, const Combine& arguments, int num_sms,
              std::uintptr_t stream, const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

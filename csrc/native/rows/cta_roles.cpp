@@ -26,11 +26,11 @@ constexpr double kPhaseBytes = 2 << 20;
 // Measured with 2 and 4 ranks; not measured with more (docs/performance.md).
 constexpr int kRanksThatAddAndSend = 4;
 
-// Rounds `wanted` to a number of CTAs, at least `least`, that leaves at least `others` of
+// Rounds `requested` to a number of CTAs, at least `least`, that leaves at least `others` of
 // `num_ctas`.
-int some_of(int num_ctas, double wanted, int least, int others) {
+int some_of(int num_ctas, double requested, int least, int others) {
   return static_cast<int>(
-      std::lround(std::clamp(wanted, double(least), double(num_ctas - others))));
+      std::lround(std::clamp(requested, double(least), double(num_ctas - others))));
 }
 
 int divide_up(int number, int by) { return (number + by - 1) / by; }

@@ -12,9 +12,9 @@
 // nothing.  When it has seen all phases, it puts the weights into their slots.
 //
 // With several NVLink domains (rail_layout.h), staging CTAs also pack the rows of node tokens, in
-// the phases of their tokens, and put each phase to the rail peers.  A warp of the
-// last CTA waits for what the rail peers put, and signals it to the ranks of this domain as their
-// own.  With rounds (rails/rounds.cuh) all this goes on round by round.
+// the phases of their tokens, and put each phase to the rail peers.  A warp of the last CTA waits
+// for what the rail peers put, and signals it to the ranks of this domain as their own.  With
+// rounds (rails/rounds.cuh) all this goes on round by round.
 //
 // The window has two halves, for consecutive dispatches, or rounds: a rank that is still pulling
 // the previous dispatch is not disturbed by this one.  No rank still pulls the one before that,
@@ -47,8 +47,8 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
 }
 
 // Zeros padding rows and, in static mode, the rows after the last block.
-__device__ void zero_padding(const KernelContext& me, const Dispatch& job, int num_ctas) {
-  const int num_local = me.control.num_experts / me.control.num_ranks;
+__device__ void zero_padding(const KernelContext& ctx, const Dispatch& job, int num_ctas) {
+  const int num_local = ctx.control.num_experts / ctx.control.num_ranks;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = kWarps * num_ctas;
   const auto zero = [&](std::int64_t row) {
@@ -70,18 +70,19 @@ __device__ void zero_padding(const KernelContext& me, const Dispatch& job, int n
 // one warp of each CTA: CTAs share the assignments of each source or, where many sources have few
 // each, the sources.
 template <typename R>
-__device__ void place_weights(const KernelContext& me, const Dispatch& job, std::uint64_t parity) {
+__device__ void place_weights(const KernelContext& ctx, const Dispatch& job, std::uint64_t parity) {
   const ReceivedRoutes& routes = job.routes;
-  const int ctas = gridDim.x, num_ranks = me.control.num_ranks;
-  const bool shares_sources = R::kAreThere && num_ranks > kWarpSize;
+  const int ctas = gridDim.x, num_ranks = ctx.control.num_ranks;
+  const bool shares_sources = R::kEnabled && num_ranks > kWarpSize;
   const int step = (shares_sources ? 1 : ctas) * kWarpSize,
             start = (shares_sources ? 0 : blockIdx.x * kWarpSize) + threadIdx.x % kWarpSize;
   for (int source = shares_sources ? blockIdx.x : 0; source < num_ranks;
        source += shares_sources ? ctas : 1) {
     const float* weights =
-        source == me.rank
+        source == ctx.rank
             ? job.w
-            : weights_at(me, R::kAreThere && !is_local(me, source) ? host_of(me, source) : me.rank,
+            : weights_at(ctx,
+                         R::kEnabled && !is_local(ctx, source) ? host_of(ctx, source) : ctx.rank,
                          source, parity);
     const int end = routes.pair_first[routes.first_pair[source + 1]];
     int assignment = routes.pair_first[routes.first_pair[source]] + start;
@@ -113,12 +114,12 @@ __device__ Round all_at_once(const Dispatch& job) {
 
 // The number of phases of a source up to the last that has rows for this rank.
 template <typename R>
-__device__ int needed_phases(const KernelContext& me, const Dispatch& job, int source) {
-  if (source == me.rank) return 0;
+__device__ int needed_phases(const KernelContext& ctx, const Dispatch& job, int source) {
+  if (source == ctx.rank) return 0;
   const int first = job.routes.first_pair[source], end = job.routes.first_pair[source + 1];
   if (end == first) return 0;
   const int token = job.routes.pair_token[end - 1];
-  if constexpr (R::kAreThere) {
+  if constexpr (R::kEnabled) {
     const Round round = round_of(job, token / job.round_tokens);
     return number_of_phase<R>(round, phase_of<R>(round, token)) + 1;
   }
@@ -135,45 +136,45 @@ struct ItemsOfWarp {
 // Pulls a round's rows into their slots until all of them are taken.  Called by one warp.  False if
 // rows will not come: then there is no next round for this warp.
 template <typename R>
-__device__ bool pull(const KernelContext& me, const Dispatch& job, const Round& round,
+__device__ bool pull(const KernelContext& ctx, const Dispatch& job, const Round& round,
                      const RingShape& shape, Ring& ring, Progress& progress,
                      ItemsOfWarp& warp_items, std::uint64_t parity, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
-  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
+  const int lane = threadIdx.x % kWarpSize, num_ranks = ctx.control.num_ranks;
   int most_pairs = 0;
   for (int source = lane; source < num_ranks; source += kWarpSize) {
     most_pairs =
         max(most_pairs, end_pair<R>(routes, round, source) - first_pair<R>(routes, round, source));
   }
   most_pairs = __reduce_max_sync(~0u, most_pairs);
-  if constexpr (R::kAreThere) most_pairs = max(1, most_pairs);  // somebody counts the items
+  if constexpr (R::kEnabled) most_pairs = max(1, most_pairs);  // somebody counts the items
   const int items = most_pairs * num_ranks * shape.pieces;
-  const int first_item = R::kAreThere ? warp_items.end : 0;
+  const int first_item = R::kEnabled ? warp_items.end : 0;
   int item = warp_items.last - first_item, num_taken = 0;
-  bool is_taken = R::kAreThere && round.number > 0;  // `item`
+  bool is_taken = R::kEnabled && round.number > 0;  // `item`
   warp_items.end += items;
 
   // Routes are prefetched: the range of assignments of the item after the next one, and the slots
   // of the next one.
   struct Item {
-    bool is_there = false;
+    bool is_valid = false;
     int source = 0, piece = 0, token = 0, first = 0, end = 0;
     int slot = -1;  // of this lane's assignment
   };
   const auto find = [&] {
     Item found;
-    while (item < items && !found.is_there) {
-      if (!R::kAreThere || !is_taken) item = warp_items.counter.take() - first_item;
+    while (item < items && !found.is_valid) {
+      if (!R::kEnabled || !is_taken) item = warp_items.counter.take() - first_item;
       is_taken = false;
       if (item >= items) break;
       ++num_taken;
       const int turn = item / shape.pieces;
       // Consecutive items alternate between ranks, so that the warps pull from all ranks at any
       // time.
-      found.source = (me.rank + 1 + turn) % num_ranks;
+      found.source = (ctx.rank + 1 + turn) % num_ranks;
       const int pair = first_pair<R>(routes, round, found.source) + turn / num_ranks;
       if (pair >= end_pair<R>(routes, round, found.source)) continue;
-      found.is_there = true;
+      found.is_valid = true;
       found.piece = item % shape.pieces;
       found.token = routes.pair_token[pair];
       found.first = routes.pair_first[pair];
@@ -182,7 +183,7 @@ __device__ bool pull(const KernelContext& me, const Dispatch& job, const Round& 
     return found;
   };
   const auto find_slots = [&](Item& found) {
-    if (!found.is_there || lane >= found.end - found.first) return;
+    if (!found.is_valid || lane >= found.end - found.first) return;
     found.slot = routes.assignment_slot[found.first + lane];
   };
   Item following = find(), second = find();
@@ -196,24 +197,24 @@ __device__ bool pull(const KernelContext& me, const Dispatch& job, const Round& 
   // Starts loading this warp's next row; false when there is none.
   const auto load = [&](int s) -> bool {
     const Item now = following;
-    if (!now.is_there) return false;
+    if (!now.is_valid) return false;
     following = second;
     second = find();
     find_slots(following);
-    if (now.source != me.rank &&
+    if (now.source != ctx.rank &&
         !seen.wait_for_unit(progress, now.source,
                             number_of_phase<R>(round, phase_of<R>(round, now.token)))) {
-      return following.is_there = false;
+      return following.is_valid = false;
     }
     offset[s] = now.piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset[s]);
     if (lane == 0) {
-      const bool is_own = now.source == me.rank;
-      const char* base = is_own ? job.x : rows_from<R>(me, now.source, parity);
-      const int place =
-          is_own ? now.token : place_in_round<R>(me, job.rail_routes, round, now.source, now.token);
+      const bool is_own = now.source == ctx.rank;
+      const char* base = is_own ? job.x : rows_from<R>(ctx, now.source, parity);
+      const int row_index =
+          is_own ? now.token : row_in_round<R>(ctx, job.rail_routes, round, now.source, now.token);
       start_load(ring.pieces + s * shape.piece_bytes,
-                 base + static_cast<std::size_t>(place) * job.row_bytes + offset[s], bytes[s],
+                 base + static_cast<std::size_t>(row_index) * job.row_bytes + offset[s], bytes[s],
                  ring.full + s);
     }
     slot[s] = now.slot;
@@ -226,93 +227,94 @@ __device__ bool pull(const KernelContext& me, const Dispatch& job, const Round& 
                 bytes[s]);
   };
   ring.run(load, store, [](int) {});
-  if constexpr (R::kAreThere) {
+  if constexpr (R::kEnabled) {
     warp_items.last = first_item + item;
-    const bool is_last = count_done(me, kPulling, round.number, num_taken, items);
-    if (is_last && lane == 0) tell_of_round(me, false, round.number, epoch);
+    const bool is_last = count_done(ctx, kPulling, round.number, num_taken, items);
+    if (is_last && lane == 0) tell_of_round(ctx, false, round.number, epoch);
   }
   return item >= items;
 }
 
 template <typename R>
 __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
-    dispatch_kernel(KernelContext me, Dispatch job, RingShape shape, DispatchSplit split,
+    dispatch_kernel(KernelContext ctx, Dispatch job, RingShape shape, DispatchSplit split,
                     const __grid_constant__ R rails) {
   extern __shared__ __align__(128) char pieces[];
   __shared__ __align__(8) std::uint64_t full[kMaxRingWarps][kRingStages];
   __shared__ Progress progress;
-  const std::uint64_t epoch = current_epoch(me), entry = current_entry(me);
-  const std::uint64_t dispatches = *static_cast<volatile std::uint64_t*>(&me.state->dispatches) + 1;
-  const std::uint64_t calls = *static_cast<volatile std::uint64_t*>(&me.state->dispatch_calls) + 1;
+  const std::uint64_t epoch = current_epoch(ctx), entry = current_entry(ctx);
+  const std::uint64_t dispatches =
+      *static_cast<volatile std::uint64_t*>(&ctx.state->dispatches) + 1;
+  const std::uint64_t calls = *static_cast<volatile std::uint64_t*>(&ctx.state->dispatch_calls) + 1;
   const std::uint64_t parity = dispatches % 2;
   const int warp = threadIdx.x / kWarpSize;
   progress.clear();
-  if (!had_failed(me)) {
-    if (blockIdx.x == 0) enter(me, rails, Phase::kDispatch, entry, epoch);
-    const int place = warp - 1;
-    const bool has_ring = place >= 0 && place < shape.warps;
-    Ring ring{pieces + (has_ring ? place * kRingStages * shape.piece_bytes : 0),
-              full[has_ring ? place : 0]};
+  if (!had_failed(ctx)) {
+    if (blockIdx.x == 0) enter(ctx, rails, Phase::kDispatch, entry, epoch);
+    const int ring_index = warp - 1;
+    const bool has_ring = ring_index >= 0 && ring_index < shape.warps;
+    Ring ring{pieces + (has_ring ? ring_index * kRingStages * shape.piece_bytes : 0),
+              full[has_ring ? ring_index : 0]};
     if (has_ring) ring.init();
     const bool is_staging = static_cast<int>(blockIdx.x) < split.staging;
-    if constexpr (R::kAreThere) {
-      stage_rounds(me, rails, job, shape, ring, split, parity, calls, entry, epoch);
+    if constexpr (R::kEnabled) {
+      stage_rounds(ctx, rails, job, shape, ring, split, parity, calls, entry, epoch);
     } else {
       const Round round = all_at_once(job);
-      stage(me, rails, job, round, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
+      stage(ctx, rails, job, round, shape, ring, gridDim.x, 0, 1, parity, calls, epoch);
       if (is_staging) {
-        stage(me, rails, job, round, shape, ring, split.staging, 1, job.num_phases, parity, calls,
+        stage(ctx, rails, job, round, shape, ring, split.staging, 1, job.num_phases, parity, calls,
               epoch);
       }
     }
-    if (is_staging) zero_padding(me, job, split.staging);
+    if (is_staging) zero_padding(ctx, job, split.staging);
     if (warp == 0) {
-      if (!R::kAreThere && blockIdx.x == 0) {
-        compare_entries(me, rails, Phase::kDispatch, entry, epoch);
+      if (!R::kEnabled && blockIdx.x == 0) {
+        compare_entries(ctx, rails, Phase::kDispatch, entry, epoch);
       }
       const auto flag = [&](int source, int phase) {
-        return staged_flags<R>(me, me.rank, source) + phase;
+        return staged_flags<R>(ctx, ctx.rank, source) + phase;
       };
-      const auto needed = [&](int source) { return needed_phases<R>(me, job, source); };
-      watch<R>(me, Phase::kDispatch, epoch, needed, flag, progress);
-      if (job.has_weights && !has_failed(me)) place_weights<R>(me, job, calls % 2);
+      const auto needed = [&](int source) { return needed_phases<R>(ctx, job, source); };
+      watch<R>(ctx, Phase::kDispatch, epoch, needed, flag, progress);
+      if (job.has_weights && !has_failed(ctx)) place_weights<R>(ctx, job, calls % 2);
     } else if (has_ring) {
-      ItemsOfWarp items{WorkCounter(me)};
-      if constexpr (R::kAreThere) {
+      ItemsOfWarp items{WorkCounter(ctx)};
+      if constexpr (R::kEnabled) {
         bool goes_on = true;
         for (int number = 0; number < num_rounds_of(job) && goes_on; ++number) {
-          goes_on = pull<R>(me, job, round_of(job, number), shape, ring, progress, items,
+          goes_on = pull<R>(ctx, job, round_of(job, number), shape, ring, progress, items,
                             (parity + number) % 2, epoch);
         }
       } else {
-        pull<R>(me, job, all_at_once(job), shape, ring, progress, items, parity, epoch);
+        pull<R>(ctx, job, all_at_once(job), shape, ring, progress, items, parity, epoch);
       }
-    } else if constexpr (R::kAreThere) {
+    } else if constexpr (R::kEnabled) {
       // Two warps that hold up no others.
       const int cta = warp == kWarps - 1 ? gridDim.x - blockIdx.x : 0;  // from the last, 1, on
-      if (cta == 1) pass_phases_on(me, rails, job, epoch);
+      if (cta == 1) pass_phases_on(ctx, rails, job, epoch);
       if (cta == 2) {
-        compare_entries(me, rails, Phase::kDispatch, entry, epoch);
-        pass_rounds_on(me, rails, job, epoch);
+        compare_entries(ctx, rails, Phase::kDispatch, entry, epoch);
+        pass_rounds_on(ctx, rails, job, epoch);
       }
     }
   }
-  if (!leave(me)) return;
-  if (has_failed(me)) {
+  if (!leave(ctx)) return;
+  if (has_failed(ctx)) {
     fill_nan(job.rows, job.num_rows * job.row_bytes);
     if (job.has_weights) fill_nan(job.row_w, job.num_rows * sizeof(float));
   }
-  if constexpr (R::kAreThere) clear_rounds(me);
+  if constexpr (R::kEnabled) clear_rounds(ctx);
   if (threadIdx.x == 0) {
-    const int num_rounds = R::kAreThere ? num_rounds_of(job) : 1;
-    me.state->dispatches = dispatches + num_rounds - 1;
-    me.state->dispatch_calls = calls;
-    leave_call<R>(me, entry);
-    if constexpr (R::kAreThere) {
-      count_signals<R>(me, kRowsPut, num_rounds * num_phases_in(job));
-      count_signals<R>(me, kPulledPut, num_rounds - 1);
+    const int num_rounds = R::kEnabled ? num_rounds_of(job) : 1;
+    ctx.state->dispatches = dispatches + num_rounds - 1;
+    ctx.state->dispatch_calls = calls;
+    leave_call<R>(ctx, entry);
+    if constexpr (R::kEnabled) {
+      count_signals<R>(ctx, kRowsPut, num_rounds * num_phases_in(job));
+      count_signals<R>(ctx, kPulledPut, num_rounds - 1);
     }
-    me.state->epoch = epoch;
+    ctx.state->epoch = epoch;
   }
 }
 
@@ -324,17 +326,17 @@ std::size_t dispatch_shared_bytes<kRankGroups>() {
 }
 
 template <>
-void dispatch(const KernelContext& me, const Dispatch& arguments, int num_sms,
+void dispatch(const KernelContext& ctx, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails) {
   // With several domains warps beyond the rings pass on what comes from the others.
   const int row_bytes = arguments.row_bytes;
   const RingShape shape = rails != nullptr ? sending_ring_shape(row_bytes) : ring_shape(row_bytes);
   const DispatchSplit split = split_dispatch(num_sms);
   Dispatch job = arguments;
-  job.round_tokens = me.control.round_tokens();
+  job.round_tokens = ctx.control.round_tokens();
   with_rails(rails, [&](const auto& way) {
     launch_cooperatively("dispatch", dispatch_kernel<std::decay_t<decltype(way)>>, num_sms,
-                         kWarps * kWarpSize, shape.shared_bytes(), stream, me, job, shape, split,
+                         kWarps * kWarpSize, shape.shared_bytes(), stream, ctx, job, shape, split,
                          way);
   });
 }

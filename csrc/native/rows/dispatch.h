@@ -33,7 +33,7 @@ template <int kGroups>
 
 // Queues the dispatch.  Collective.  `rails` are null unless there are several domains.
 template <int kGroups>
-void dispatch(const KernelContextOf<kGroups>& me, const Dispatch& arguments, int num_sms,
+void dispatch(const KernelContextOf<kGroups>& ctx, const Dispatch& arguments, int num_sms,
               std::uintptr_t stream, const Rails* rails = nullptr);
 
 }  // namespace ncclep::native

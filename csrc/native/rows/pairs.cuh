@@ -24,22 +24,22 @@ struct WarpSlice {
 template <typename R>
 class PairIterator {
  public:
-  __device__ PairIterator(const KernelContext& me, const Combine& job, const Round& round,
+  __device__ PairIterator(const KernelContext& ctx, const Combine& job, const Round& round,
                           const WarpSlice& slice, int warp) {
-    const Control& layout = me.control;
+    const Control& layout = ctx.control;
     // It sums up for its rail peers itself.
-    const int others = layout.num_ranks - (R::kAreThere ? layout.num_domains : 1);
+    const int others = layout.num_ranks - (R::kEnabled ? layout.num_domains : 1);
     if (others == 0) return;
-    const int place = warp * slice.num_ctas + slice.cta, warps = slice.num_warps * slice.num_ctas;
-    if constexpr (R::kAreThere) {
-      const int number = place % others, locals = layout.local_ranks();
-      source = (layout.domain_of(me.rank) + number / (locals - 1)) % layout.num_domains * locals +
-               (layout.place_of(me.rank) + 1 + number % (locals - 1)) % locals;
+    const int index = warp * slice.num_ctas + slice.cta, warps = slice.num_warps * slice.num_ctas;
+    if constexpr (R::kEnabled) {
+      const int number = index % others, locals = layout.local_ranks();
+      source = (layout.domain_of(ctx.rank) + number / (locals - 1)) % layout.num_domains * locals +
+               (layout.local_rank_of(ctx.rank) + 1 + number % (locals - 1)) % locals;
     } else {
-      source = (me.rank + 1 + place % others) % layout.num_ranks;
+      source = (ctx.rank + 1 + index % others) % layout.num_ranks;
     }
-    step_ = (warps - place % others + others - 1) / others;  // warps for this rank
-    turn_ = place / others;
+    step_ = (warps - index % others + others - 1) / others;  // warps for this rank
+    turn_ = index / others;
     begin(job, round);
   }
 
@@ -134,15 +134,15 @@ constexpr int kBookPauses = 8, kBookPauseNs = 500;
 // Calls publish(batch) for the pairs that a warp of the slice has finished, once what the warp
 // wrote for them is visible to all ranks.  Called by one warp, whose lane i follows warp i.
 template <typename R, typename Publish>
-__device__ void track_completion(const KernelContext& me, const Combine& job,
+__device__ void track_completion(const KernelContext& ctx, const Combine& job,
                                  const WarpSlice& slice, CompletionTracker& tracker,
                                  Publish&& publish) {
   const int lane = threadIdx.x % kWarpSize;
   const bool follows = lane < slice.num_warps;
-  PairIterator<R> iterator(me, job, first_round<R>(job), slice, follows ? lane : 0);
+  PairIterator<R> iterator(ctx, job, first_round<R>(job), slice, follows ? lane : 0);
   int num_published = 0, round = 0;
   const auto has_next = [&] {
-    if constexpr (R::kAreThere) {
+    if constexpr (R::kEnabled) {
       for (const int num_rounds = num_rounds_of(job); round < num_rounds;) {
         if (iterator.next()) return true;
         if (++round < num_rounds) iterator.begin(job, round_of(job, round));

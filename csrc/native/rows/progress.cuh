@@ -1,4 +1,5 @@
 // Progress of other ranks or CTAs, polled by one warp of a CTA for all of its warps.
+//
 // Work arrives from each source in units, each with its own flag, which holds an epoch.  Reading a
 // flag costs as much as moving a row, and ordering later accesses after it stalls a whole SM. So
 // one *watching* warp polls the flags, and the others read its findings in shared memory.
@@ -32,12 +33,12 @@ struct Progress {
 //   needed_of(source)   its units
 //   flag(source, i)     where the flag of its unit i is
 template <typename Needed, typename Flag>
-__device__ void watch_units(const KernelContext& me, Phase phase, std::uint64_t epoch,
+__device__ void watch_units(const KernelContext& ctx, Phase phase, std::uint64_t epoch,
                             Needed&& needed_of, Flag&& flag, Progress& progress) {
   const int lane = threadIdx.x % kWarpSize;
-  const bool is_source = lane < me.control.num_ranks;
+  const bool is_source = lane < ctx.control.num_ranks;
   const int needed = is_source ? needed_of(lane) : 0;
-  int source = me.rank, found = 0;  // the source that is polled, and the units of each lane's
+  int source = ctx.rank, found = 0;  // the source that is polled, and the units of each lane's
   Deadline deadline;
   bool sees_nothing = false;
   for (int turns = 0;;) {
@@ -48,8 +49,8 @@ __device__ void watch_units(const KernelContext& me, Phase phase, std::uint64_t 
     } while (!(missing >> source & 1));
     const int start = __shfl_sync(~0u, found, source), unit = start + lane;
     const int end = __shfl_sync(~0u, needed, source);
-    const bool is_here = unit < end && load_relaxed(flag(source, unit)) >= epoch;
-    const std::uint32_t absent = ~__ballot_sync(~0u, is_here);
+    const bool arrived = unit < end && load_relaxed(flag(source, unit)) >= epoch;
+    const std::uint32_t absent = ~__ballot_sync(~0u, arrived);
     const int count = absent == 0 ? kWarpSize : __ffs(absent) - 1;
     if (count > 0) {
       fence_system();
@@ -58,7 +59,7 @@ __device__ void watch_units(const KernelContext& me, Phase phase, std::uint64_t 
       if (lane == source) found += count;
       if (lane == 0) show(&progress.units[source], start + count);
       deadline = {};
-    } else if (__any_sync(~0u, deadline.has_passed(me, phase, source, epoch))) {
+    } else if (__any_sync(~0u, deadline.has_passed(ctx, phase, source, epoch))) {
       break;
     }
     sees_nothing = sees_nothing && count == 0;
@@ -72,11 +73,11 @@ __device__ void watch_units(const KernelContext& me, Phase phase, std::uint64_t 
 // each: a lane looks at the next unit of each of its sources, and one fence is for all that have
 // come.
 template <typename Needed, typename Flag>
-__device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_t epoch,
+__device__ void watch_sources(const KernelContext& ctx, Phase phase, std::uint64_t epoch,
                               Needed&& needed_of, Flag&& flag, Progress& progress) {
   constexpr int kAtOnce = 4;  // loads in flight
   __shared__ std::uint16_t needed[kMaxRanks];
-  const int lane = threadIdx.x % kWarpSize, num_ranks = me.control.num_ranks;
+  const int lane = threadIdx.x % kWarpSize, num_ranks = ctx.control.num_ranks;
   for (int source = lane; source < num_ranks; source += kWarpSize) {
     needed[source] = static_cast<std::uint16_t>(needed_of(source));
   }
@@ -85,7 +86,7 @@ __device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_
     bool sees_nothing = true;
     for (int first = lane; first - lane < num_ranks; first += kAtOnce * kWarpSize) {
       int found[kAtOnce] = {};
-      bool is_missing[kAtOnce] = {}, is_here = false;
+      bool is_missing[kAtOnce] = {}, arrived = false;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int source = first + i * kWarpSize;
@@ -101,9 +102,9 @@ __device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_
       for (int i = 0; i < kAtOnce; ++i) {
         if (is_missing[i]) missing = first + i * kWarpSize;
         is_missing[i] = is_missing[i] && epochs[i] >= epoch;  // no longer
-        is_here = is_here || is_missing[i];
+        arrived = arrived || is_missing[i];
       }
-      if (!__any_sync(~0u, is_here)) continue;
+      if (!__any_sync(~0u, arrived)) continue;
       sees_nothing = false;
       fence_system();
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_
     if (waiting == 0) break;
     if (sees_nothing) {
       const int peer = __shfl_sync(~0u, missing, __ffs(waiting) - 1);
-      if (__any_sync(~0u, deadline.has_passed(me, phase, peer, epoch))) break;
+      if (__any_sync(~0u, deadline.has_passed(ctx, phase, peer, epoch))) break;
       __nanosleep(kWatchPauseNs);
     } else {
       deadline = {};
@@ -124,12 +125,12 @@ __device__ void watch_sources(const KernelContext& me, Phase phase, std::uint64_
 }
 
 template <typename R, typename Needed, typename Flag>
-__device__ void watch(const KernelContext& me, Phase phase, std::uint64_t epoch, Needed&& needed_of,
-                      Flag&& flag, Progress& progress) {
-  if constexpr (R::kAreThere || kRankGroups > 1) {
-    watch_sources(me, phase, epoch, needed_of, flag, progress);
+__device__ void watch(const KernelContext& ctx, Phase phase, std::uint64_t epoch,
+                      Needed&& needed_of, Flag&& flag, Progress& progress) {
+  if constexpr (R::kEnabled || kRankGroups > 1) {
+    watch_sources(ctx, phase, epoch, needed_of, flag, progress);
   } else {
-    watch_units(me, phase, epoch, needed_of, flag, progress);
+    watch_units(ctx, phase, epoch, needed_of, flag, progress);
   }
   __threadfence_block();
   __syncwarp();

@@ -135,7 +135,7 @@ __device__ void clear(Numbers<T>& numbers) {
 //   next(Sum*)     -> bool: the warp's next row, or false; all lanes call it together
 //   done()         all lanes: the stores of the next row, in the order of `next`, are issued
 template <typename T, bool kHasParts, int kStages, typename Next, typename Done>
-__device__ void add_up(PieceRing<kStages>& ring, int row_bytes, Next&& next, Done&& done) {
+__device__ void reduce_rows(PieceRing<kStages>& ring, int row_bytes, Next&& next, Done&& done) {
   const int lane_offset = threadIdx.x % kLanes * static_cast<int>(sizeof(uint4));
   Loader<kStages, std::remove_reference_t<Next>> loader(ring, row_bytes, next);
   for (int i = 0; i < kStages - 1; ++i) loader.load();

@@ -19,50 +19,50 @@ namespace ncclep::native {
 // A sent row counts as written when its warp has issued this many more pieces.
 constexpr int kSentAhead = 3;
 
-__device__ inline RailSums rail_sums(const KernelContext& me) {
-  const Control& layout = me.control;
-  return {me.dispatch_bytes, layout.num_domains, layout.local_ranks(), layout.num_rounds};
+__device__ inline RailSums rail_sums(const KernelContext& ctx) {
+  const Control& layout = ctx.control;
+  return {ctx.dispatch_bytes, layout.num_domains, layout.local_ranks(), layout.num_rounds};
 }
 
 // Where in rank `source`'s window, or in that of its rail peer, the sum lies that `rank` sends for
 // `token`, which may be a node token's name.
 template <typename R>
-__device__ char* place_of_sum(const KernelContext& me, const Combine& job, const Round& round,
-                              int source, int token, int rank) {
-  if constexpr (R::kAreThere) {
-    const Control& layout = me.control;
-    return me.rows_of[host_of(me, source)] + rail_sums(me).of_ranks(layout.domain_of(source)) +
-           (static_cast<std::size_t>(place_in_round<R>(me, job.rail_routes, round, source, token)) *
+__device__ char* address_of_sum(const KernelContext& ctx, const Combine& job, const Round& round,
+                                int source, int token, int rank) {
+  if constexpr (R::kEnabled) {
+    const Control& layout = ctx.control;
+    return ctx.rows_of[host_of(ctx, source)] + rail_sums(ctx).of_ranks(layout.domain_of(source)) +
+           (static_cast<std::size_t>(row_in_round<R>(ctx, job.rail_routes, round, source, token)) *
                 layout.local_ranks() +
-            layout.place_of(rank)) *
+            layout.local_rank_of(rank)) *
                job.row_bytes;
   }
-  return me.rows_of[source] + 2 * me.dispatch_bytes +
-         (static_cast<std::size_t>(token) * me.control.num_ranks + rank) * job.row_bytes;
+  return ctx.rows_of[source] + 2 * ctx.dispatch_bytes +
+         (static_cast<std::size_t>(token) * ctx.control.num_ranks + rank) * job.row_bytes;
 }
 
-__device__ inline std::uint64_t* added_flag(const KernelContext& me, int source, int unit) {
-  return reinterpret_cast<std::uint64_t*>(me.control_of[me.rank] + me.control.added()) +
-         source * me.control.max_units() + unit;
+__device__ inline std::uint64_t* added_flag(const KernelContext& ctx, int source, int unit) {
+  return reinterpret_cast<std::uint64_t*>(ctx.control_of[ctx.rank] + ctx.control.added()) +
+         source * ctx.control.max_units() + unit;
 }
 
 // Sends one sending warp's share of the pairs.
-__device__ inline void send(const KernelContext& me, const Combine& job, const WarpSlice& slice,
-                            const RingShape& shape, Ring& ring, Progress& progress,
-                            CompletionTracker& tracker, int warp, std::uint64_t entry,
-                            std::uint64_t epoch) {
+__device__ inline void send_sums(const KernelContext& ctx, const Combine& job,
+                                 const WarpSlice& slice, const RingShape& shape, Ring& ring,
+                                 Progress& progress, CompletionTracker& tracker, int warp,
+                                 std::uint64_t entry, std::uint64_t epoch) {
   const ReceivedRoutes& routes = job.routes;
   const int lane = threadIdx.x % kWarpSize;
-  PairIterator<NoRails> iterator(me, job, {}, slice, warp);
+  PairIterator<NoRails> iterator(ctx, job, {}, slice, warp);
   struct Pair {
-    bool is_there = false;
+    bool is_valid = false;
     int source = 0, pair = 0, unit = 0, token = 0, first = 0, end = 0;
     int slot = 0, index = -1;  // of this lane's assignment, if there are weights
   };
   const auto find = [&] {
     Pair found;
-    found.is_there = iterator.next();
-    if (found.is_there) {
+    found.is_valid = iterator.next();
+    if (found.is_valid) {
       found.source = iterator.source;
       found.pair = iterator.pair;
       found.unit = iterator.unit();
@@ -75,7 +75,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
     return found;
   };
   const auto find_slot = [&](Pair& found) {
-    if (found.is_there && lane < found.end - found.first) {
+    if (found.is_valid && lane < found.end - found.first) {
       found.slot = routes.assignment_slot[found.first + lane];
       found.index = routes.assignment_index[found.first + lane];
     }
@@ -91,16 +91,16 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
   bool ends_row[kRingStages];
   float weight[kRingStages];
   const auto load = [&](int s) {
-    if (!now.is_there) return false;
+    if (!now.is_valid) return false;
     if (!has_entered) {
       has_entered =
-          __all_sync(~0u, wait_for_entry(me, Phase::kCombine, now.source, entry, epoch) != 0);
-      if (!has_entered) return now.is_there = false;
+          __all_sync(~0u, wait_for_entry(ctx, Phase::kCombine, now.source, entry, epoch) != 0);
+      if (!has_entered) return now.is_valid = false;
     }
-    if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_there = false;
+    if (!seen.wait_for_unit(progress, now.source, now.unit)) return now.is_valid = false;
     const int offset = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - offset);
-    to[s] = place_of_sum<NoRails>(me, job, {}, now.source, now.token, me.rank) + offset;
+    to[s] = address_of_sum<NoRails>(ctx, job, {}, now.source, now.token, ctx.rank) + offset;
     ends_row[s] = piece == shape.pieces - 1;
     index[s] = ends_row[s] ? now.index : -1;
     if (index[s] >= 0) weight[s] = job.w[now.slot];
@@ -117,7 +117,7 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
     find_slot(now);
     return true;
   };
-  float* values = reinterpret_cast<float*>(me.control_of[iterator.source] + me.control.values());
+  float* values = reinterpret_cast<float*>(ctx.control_of[iterator.source] + ctx.control.values());
   const auto store = [&](int s) {
     if (lane == 0) start_store(to[s], ring.pieces + s * shape.piece_bytes, bytes[s]);
     if (index[s] >= 0) values[index[s]] = weight[s];
@@ -143,30 +143,30 @@ __device__ inline void send(const KernelContext& me, const Combine& job, const W
 // In the window of rank `source`, or of its rail peer: the flags for the chunks of the sums that
 // `rank` sends for its tokens.
 template <typename R>
-__device__ std::uint64_t* pushed_flags(const KernelContext& me, int source, int rank) {
-  const Control& layout = me.control;
-  if constexpr (R::kAreThere) {
-    if (!is_local(me, source)) {
-      return reinterpret_cast<std::uint64_t*>(me.control_of[host_of(me, source)] +
+__device__ std::uint64_t* pushed_flags(const KernelContext& ctx, int source, int rank) {
+  const Control& layout = ctx.control;
+  if constexpr (R::kEnabled) {
+    if (!is_local(ctx, source)) {
+      return reinterpret_cast<std::uint64_t*>(ctx.control_of[host_of(ctx, source)] +
                                               RailLayout{layout}.pushed()) +
-             (layout.domain_of(source) * layout.local_ranks() + layout.place_of(rank)) *
+             (layout.domain_of(source) * layout.local_ranks() + layout.local_rank_of(rank)) *
                  layout.max_chunks();
     }
   }
-  return reinterpret_cast<std::uint64_t*>(me.control_of[source] + layout.pushed()) +
+  return reinterpret_cast<std::uint64_t*>(ctx.control_of[source] + layout.pushed()) +
          rank * layout.max_chunks();
 }
 
 // Called for sums that are in the window of their source rank or its rail peer: tells that rank
 // which chunks are complete.
 template <typename R>
-__device__ void publish_sent(const KernelContext& me, const ReceivedRoutes& routes,
+__device__ void publish_sent(const KernelContext& ctx, const ReceivedRoutes& routes,
                              const Batch& batch, std::uint64_t epoch) {
-  const int max_chunks = me.control.max_chunks();
+  const int max_chunks = ctx.control.max_chunks();
   const std::int32_t* chunk_pair = routes.chunk_pair + batch.source * (routes.num_chunks + 1);
   auto* num_pushed =
-      reinterpret_cast<unsigned int*>(me.control_of[me.rank] + me.control.num_pushed());
-  std::uint64_t* flags = pushed_flags<R>(me, batch.source, me.rank);
+      reinterpret_cast<unsigned int*>(ctx.control_of[ctx.rank] + ctx.control.num_pushed());
+  std::uint64_t* flags = pushed_flags<R>(ctx, batch.source, ctx.rank);
   count_off(
       batch, num_pushed + batch.source * max_chunks,
       [&](int pair) { return routes.pair_token[pair] / kChunk; },
@@ -175,9 +175,9 @@ __device__ void publish_sent(const KernelContext& me, const ReceivedRoutes& rout
 }
 
 // The number of units of a source.
-__device__ inline int needed_units(const KernelContext& me, const ReceivedRoutes& routes,
+__device__ inline int needed_units(const KernelContext& ctx, const ReceivedRoutes& routes,
                                    int source) {
-  if (source == me.rank) return 0;
+  if (source == ctx.rank) return 0;
   return (routes.first_pair[source + 1] - routes.first_pair[source] + kUnit - 1) / kUnit;
 }
 

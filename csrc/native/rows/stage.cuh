@@ -21,8 +21,8 @@ constexpr int kUnroll = 8;
 // Writes the weights of a phase's tokens into all other ranks' windows; with rails into this rank's
 // too, from where they are put.  Called by one warp of each staging CTA.
 template <typename R>
-__device__ void stage_weights(const KernelContext& me, const Dispatch& job, int num_ctas, int start,
-                              int end, std::uint64_t parity) {
+__device__ void stage_weights(const KernelContext& ctx, const Dispatch& job, int num_ctas,
+                              int start, int end, std::uint64_t parity) {
   const int step = num_ctas * kWarpSize;
   const int last = end * job.top_k;
   int i = start * job.top_k + blockIdx.x * kWarpSize + threadIdx.x % kWarpSize;
@@ -32,10 +32,10 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
     for (int u = 0; u < kUnroll; ++u) {
       if (i + u * step < last) weight[u] = job.w[i + u * step];
     }
-    for (int place = 0; place < me.control.local_ranks(); ++place) {
-      const int rank = local_rank(me, place);
-      if (!R::kAreThere && rank == me.rank) continue;
-      float* to = weights_at(me, rank, me.rank, parity);
+    for (int local_rank = 0; local_rank < ctx.control.local_ranks(); ++local_rank) {
+      const int rank = rank_at(ctx, local_rank);
+      if (!R::kEnabled && rank == ctx.rank) continue;
+      float* to = weights_at(ctx, rank, ctx.rank, parity);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (i + u * step < last) to[i + u * step] = weight[u];
@@ -44,26 +44,26 @@ __device__ void stage_weights(const KernelContext& me, const Dispatch& job, int 
   }
 }
 
-// Copies one warp's share of a phase's rows into this rank's window: to each place from `start` to
-// `end` the row of the token `token_at(place)`, unless that is -1; `first` is at its start.
+// Copies one warp's share of a phase's rows into this rank's window: to each row from `start` to
+// `end` the row of the token `token_at(row_index)`, unless that is -1; `first` is at its start.
 template <typename TokenAt>
 __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ring, int warp,
                            int num_warps, int first, int start, int end, char* window,
                            TokenAt&& token_at) {
   const int lane = threadIdx.x % kWarpSize;
-  int place = start + warp, piece = 0;
-  int token = place < end ? token_at(place) : -1;
+  int row_index = start + warp, piece = 0;
+  int token = row_index < end ? token_at(row_index) : -1;
   std::size_t offset[kRingStages];
   int bytes[kRingStages];
   const auto load = [&](int s) {
-    while (place < end && token < 0) {
-      place += num_warps;
-      token = place < end ? token_at(place) : -1;
+    while (row_index < end && token < 0) {
+      row_index += num_warps;
+      token = row_index < end ? token_at(row_index) : -1;
     }
-    if (place >= end) return false;
+    if (row_index >= end) return false;
     const int begin = piece * shape.piece_bytes;
     bytes[s] = min(shape.piece_bytes, job.row_bytes - begin);
-    offset[s] = static_cast<std::size_t>(place - first) * job.row_bytes + begin;
+    offset[s] = static_cast<std::size_t>(row_index - first) * job.row_bytes + begin;
     if (lane == 0) {
       start_load(ring.pieces + s * shape.piece_bytes,
                  job.x + static_cast<std::size_t>(token) * job.row_bytes + begin, bytes[s],
@@ -71,8 +71,8 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
     }
     if (++piece == shape.pieces) {
       piece = 0;
-      place += num_warps;
-      token = place < end ? token_at(place) : -1;
+      row_index += num_warps;
+      token = row_index < end ? token_at(row_index) : -1;
     }
     return true;
   };
@@ -85,27 +85,28 @@ __device__ void stage_rows(const Dispatch& job, const RingShape& shape, Ring& ri
 // Stages the rows of this rank's tokens in its window and their weights in all others', phase by
 // phase.  Called by the first `num_ctas` CTAs, where warp 0 of each handles the weights.
 template <typename R>
-__device__ void stage(const KernelContext& me, const R& rails, const Dispatch& job,
+__device__ void stage(const KernelContext& ctx, const R& rails, const Dispatch& job,
                       const Round& round, const RingShape& shape, Ring& ring, int num_ctas,
                       int first_phase, int end_phase, std::uint64_t parity, std::uint64_t calls,
                       std::uint64_t epoch) {
-  const Control& layout = me.control;
-  const RankSet others = ~one_rank(layout.place_of(me.rank));  // of this domain
+  const Control& layout = ctx.control;
+  const RankSet others = ~one_rank(layout.local_rank_of(ctx.rank));  // of this domain
   const int thread = threadIdx.x, warp = thread / kWarpSize;
-  char* window = me.rows_of[me.rank] + parity * me.dispatch_bytes;
+  char* window = ctx.rows_of[ctx.rank] + parity * ctx.dispatch_bytes;
   for (int phase = first_phase; phase < end_phase; ++phase) {
     const int start = phase_start<R>(round, phase), next = phase_start<R>(round, phase + 1);
     const int end = min(next, job.num_tokens);
     if (warp == 0) {
-      if (job.has_weights) stage_weights<R>(me, job, num_ctas, start, end, calls % 2);
+      if (job.has_weights) stage_weights<R>(ctx, job, num_ctas, start, end, calls % 2);
     } else if (warp <= shape.warps) {
       const int number = (warp - 1) * num_ctas + blockIdx.x, warps = shape.warps * num_ctas;
-      stage_rows(job, shape, ring, number, warps, round.begin, start, end, window, [&](int place) {
-        return rank_sets(job.token_ranks)[place] & others ? place : -1;
-      });
-      if constexpr (R::kAreThere) {
-        const RailRows rows{me.dispatch_bytes, layout.num_domains};
-        const int own = layout.domain_of(me.rank);
+      stage_rows(job, shape, ring, number, warps, round.begin, start, end, window,
+                 [&](int row_index) {
+                   return rank_sets(job.token_ranks)[row_index] & others ? row_index : -1;
+                 });
+      if constexpr (R::kEnabled) {
+        const RailRows rows{ctx.dispatch_bytes, layout.num_domains};
+        const int own = layout.domain_of(ctx.rank);
         for (int domain = 0; domain < layout.num_domains; ++domain) {
           if (domain == own) continue;
           const RailRoutes& routes = job.rail_routes;
@@ -121,23 +122,23 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
     const auto completes = [&] {
       __threadfence_system();  // for what all warps of the CTA wrote
       const int unit = number_of_phase<R>(round, phase);
-      unsigned int* count = me.state->staged + unit;
-      if constexpr (R::kAreThere) {
+      unsigned int* count = ctx.state->staged + unit;
+      if constexpr (R::kEnabled) {
         const std::size_t counts = RailLayout{layout}.num_staged();
-        count = reinterpret_cast<unsigned int*>(me.control_of[me.rank] + counts) + unit;
+        count = reinterpret_cast<unsigned int*>(ctx.control_of[ctx.rank] + counts) + unit;
       }
       if (static_cast<int>(atomicAdd(count, 1u)) != num_ctas - 1) return false;
       *count = 0;
       fence_system();  // passes on what this thread saw through the other CTAs' fences
-      for (int place = 0; place < layout.local_ranks(); ++place) {
-        store_relaxed(staged_flags<R>(me, local_rank(me, place), me.rank) + unit, epoch);
+      for (int local_rank = 0; local_rank < layout.local_ranks(); ++local_rank) {
+        store_relaxed(staged_flags<R>(ctx, rank_at(ctx, local_rank), ctx.rank) + unit, epoch);
       }
       return true;
     };
-    if constexpr (R::kAreThere) {
+    if constexpr (R::kEnabled) {
       if (warp != 0) continue;
       if (!__any_sync(~0u, thread == 0 && completes())) continue;
-      put_phase(me, rails, job, round, phase, parity, calls, epoch);
+      put_phase(ctx, rails, job, round, phase, parity, calls, epoch);
       __syncwarp();
     } else {
       if (thread == 0) completes();
@@ -147,7 +148,7 @@ __device__ void stage(const KernelContext& me, const R& rails, const Dispatch& j
 
 // The same for all rounds, each when there is room for it.  The first phase is for all CTAs.
 template <typename R>
-__device__ void stage_rounds(const KernelContext& me, const R& rails, const Dispatch& job,
+__device__ void stage_rounds(const KernelContext& ctx, const R& rails, const Dispatch& job,
                              const RingShape& shape, Ring& ring, const DispatchSplit& split,
                              std::uint64_t parity, std::uint64_t calls, std::uint64_t entry,
                              std::uint64_t epoch) {
@@ -156,8 +157,8 @@ __device__ void stage_rounds(const KernelContext& me, const R& rails, const Disp
   for (int i = 0; i < all; ++i) {
     const Round round = round_of(job, i / of_round);
     const int phase = i % of_round;
-    if (phase == 0 && !wait_for_half(me, rails, round, entry, epoch)) return;
-    stage(me, rails, job, round, shape, ring, i == 0 ? gridDim.x : split.staging, phase, phase + 1,
+    if (phase == 0 && !wait_for_half(ctx, rails, round, entry, epoch)) return;
+    stage(ctx, rails, job, round, shape, ring, i == 0 ? gridDim.x : split.staging, phase, phase + 1,
           (parity + round.number) % 2, calls, epoch);
   }
 }

@@ -69,8 +69,9 @@ struct Object {
     ll.state = &states[rank];
     const int locals = window.num_ranks / window.num_domains;
     ll.window_of.first_rank = rank / locals * locals;
-    for (int place = 0; place < locals; ++place) {
-      ll.window_of.of_place[place] = windows[ll.window_of.first_rank + place].data<char>();
+    for (int local_rank = 0; local_rank < locals; ++local_rank) {
+      ll.window_of.of_local_rank[local_rank] =
+          windows[ll.window_of.first_rank + local_rank].data<char>();
     }
     return ll;
   }
@@ -224,9 +225,9 @@ class LowLatencySteps : public Sequence {
     job.is_int64 = routing.is_int64;
     job.num_tokens = num_tokens;
     job.counts = mine.counts->data<std::int32_t>();
-    const KernelContext me = context(rank);
+    const KernelContext ctx = context(rank);
     launch(rank, [&] {
-      low_latency_dispatch(me, object.context(rank), job, between(1, kSms), rank,
+      low_latency_dispatch(ctx, object.context(rank), job, between(1, kSms), rank,
                            rails(rank, 2 + object.number));
     });
     if (step.completes) check_dispatch(rank, object, step.round);
@@ -350,9 +351,9 @@ class LowLatencySteps : public Sequence {
     job.num_tokens = num_tokens;
     job.dtype = object.numbers.dtype();
     const bool had_failed = has_failed(rank);
-    const KernelContext me = context(rank);
+    const KernelContext ctx = context(rank);
     launch(rank, [&] {
-      low_latency_combine(me, object.context(rank), job, between(1, kSms), rank,
+      low_latency_combine(ctx, object.context(rank), job, between(1, kSms), rank,
                           rails(rank, 2 + object.number));
     });
     if (!step.completes) return;
@@ -374,11 +375,11 @@ class LowLatencySteps : public Sequence {
           for (int k = 0; k < object.num_returned(number, pair); ++k) {
             part += numbers.round(object.returned(number, expert_rank, pair, k, i));
           }
-          const bool is_own = sizes.place_of(expert_rank) == sizes.place_of(rank);
+          const bool is_own = sizes.local_rank_of(expert_rank) == sizes.local_rank_of(rank);
           of_domain[pair.token * hidden + i] += is_own ? part : numbers.round(part);
         }
       }
-      if (sizes.place_of(expert_rank + 1) != 0) continue;  // the domain's last rank
+      if (sizes.local_rank_of(expert_rank + 1) != 0) continue;  // the domain's last rank
       for (std::size_t i = 0; i < total.size(); ++i) {
         total[i] += sizes.domains == 1 ? of_domain[i] : numbers.round(of_domain[i]);
         of_domain[i] = 0;

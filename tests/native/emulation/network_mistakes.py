@@ -27,17 +27,17 @@ MISTAKES = {
         "probes", 2, "probe: "),
     "rails: counts are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "«wait_for_signal(me, rails, Phase::kPlan, kCountsPut, domain, 1, epoch)»;",
+        "«wait_for_signal(ctx, rails, Phase::kPlan, kCountsPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 2, "plan: "),
     "rails: routes are passed on before they have come": (
         "native/plan/plan_rails.cuh",
-        "are_put && «wait_for_signal(me, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)»)",
+        "are_put && «wait_for_signal(ctx, rails, Phase::kRoutes, kRoutesPut, domain, 1, epoch)»)",
         "true",
         "rails-plans", 2, "."),
     "rails: routes are written while the last ones are put": (
         "native/plan/plan.cu",
-        "is_free = «wait_for_numbered(me, Phase::kRoutes, rank, epoch, word, plans) >= 0»;",
+        "is_free = «wait_for_numbered(ctx, Phase::kRoutes, rank, epoch, word, plans) >= 0»;",
         "true",
         "rails-plans", 4, "."),
     "rails: who passes routes on does not pass on what it has seen": (
@@ -45,16 +45,16 @@ MISTAKES = {
         "rails-plans", 4, "plan: "),
     "rails: counts of dropped assignments are passed on before they have come": (
         "native/plan/overflow.cu",
-        "«wait_for_signal(me, rails, Phase::kPlan, kWantedPut, domain, 1, epoch)»;",
+        "«wait_for_signal(ctx, rails, Phase::kPlan, kRequestsPut, domain, 1, epoch)»;",
         "true",
         "rails-plans", 4, "."),
     "rails: an entry is passed on before it has come": (
         "native/device/call_barrier.cuh",
-        "if («!wait_for_signal(me, rails, phase, kEntryPut, domain, 1, epoch)») return;",
+        "if («!wait_for_signal(ctx, rails, phase, kEntryPut, domain, 1, epoch)») return;",
         "false",
         "rails-calls", 4, "."),
     "rails: a refusal stays with the rail peer": (
-        "native/device/wait.cuh", "if («me.control.num_domains > 1») {", "false",
+        "native/device/wait.cuh", "if («ctx.control.num_domains > 1») {", "false",
         "rails-failures", 4, "failure: rank . does not say that rank . refused"),
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
@@ -62,32 +62,31 @@ MISTAKES = {
         "rails-dispatches", 2, "dispatch: ", 32),
     "rails: a phase is passed on before it has come": (
         "native/rails/phases.cuh",
-        "return «has_counted(me, rails, kRowsPut, domain, signals_up_to(me, kRowsPut, unit + 1))»;",
+        "«has_counted(ctx, rails, kRowsPut, domain, signals_up_to(ctx, kRowsPut, unit + 1))»;",
         "true",
         "rails-dispatches", 2, "dispatch: "),
     "rails: a phase is passed on without what it stands for": (
         "native/rails/phases.cuh",
-        "{\n    «fence_system();»\n    for (int place = 0;", "",
+        "{\n    «fence_system();»\n    for (int local_rank = 0;", "",
         "rails-dispatches", 4, "dispatch: "),
     "rails: sums are put before they are made": (
         "native/rows/domain_sums.cuh",
-        "return «are_summed<R>(me, job, round_of(job, unit / num_phases), domain, unit %"
+        "return «are_summed<R>(ctx, job, round_of(job, unit / num_phases), domain, unit %"
         " num_phases)»;",
         "true",
         "rails-combines", 2, "combine: "),
     "rails: a domain's sums are taken before they have come": (
         "native/rows/domain_sums.cuh",
-        "kSumsPut, domain,\n" + " " * 34 + "«number_of_phase<R>(round_, phase) + 1», epoch_)",
+        "kSumsPut, domain,\n" + " " * 51 + "«number_of_phase<R>(round_, phase) + 1», epoch_)",
         "0",
         "rails-combines", 2, "combine: "),
     "rails: this domain's sums are taken before they are made": (
         "native/rows/domain_sums.cuh",
-        "? «wait_for_warps(me_, [&] { return are_summed<R>(me_, job_, round_, own_, phase); })»",
-        "true",
+        "? «wait_for_warps(ctx_, are_here)»", "true",
         "rails-combines", 4, "combine: "),
     "rails: sums are put before the rail peer has entered": (
         "native/rows/domain_sums.cuh",
-        "has_entered = «wait_for_entry(me, Phase::kCombine, rail_peer_in(me, domain), entry, epoch)"
+        "entered = «wait_for_entry(ctx, Phase::kCombine, rail_peer_in(ctx, domain), entry, epoch)"
         " != 0»;",
         "true",
         "rails-combines", 2, "."),
@@ -99,11 +98,11 @@ MISTAKES = {
         "rails-combines", 2, "combine: "),
     "rails: LL: tokens are taken before they have come": (
         "native/low_latency/rail_tokens.cuh",
-        "is_here = «has_counted(me, rails, signal, domain, goal)»;", "true",
+        "arrived = «has_counted(ctx, rails, signal, domain, goal)»;", "true",
         "rails-ll", 2, "ll dispatch: "),
     "rails: LL: sums are taken before they have come": (
         "native/low_latency/rail_tokens.cuh",
-        "is_here = «wait_for_signals(me, rails, phase, signal, threadIdx.x, goal, number)»;",
+        "arrived = «wait_for_signals(ctx, rails, phase, signal, threadIdx.x, goal, number)»;",
         "true",
         "rails-ll", 2, "ll combine: "),
     "rails: LL: a source's word is given when one CTA has passed its tokens on": (
@@ -141,7 +140,7 @@ MISTAKES = {
         "native/device/stop.cu", "round <= «kLastRounds»;", "1",
         "rails-plans", 4, "bytes are on their way", 42),
     "rails: a signal of the operation before is taken": (
-        "native/device/rails.cuh", "(&me.state->rail_signals[signal]) + «number»;", "number - 1",
+        "native/device/rails.cuh", "(&ctx.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
     "queues: a probe does not wait for room": (
         "network/probe.cu", "is_put = «room_up_to(rail, peer, end) >= end»", "true",
@@ -151,7 +150,7 @@ MISTAKES = {
         "short-rails-rows", 4, "a put waits without an end"),
     "queues: a wait for room has no deadline": (
         "native/device/rails.cuh",
-        "return «wait_until(me, phase, rail_peer_in(me, domain), epoch, is_over)»;",
+        "return «wait_until(ctx, phase, rail_peer_in(ctx, domain), epoch, is_over)»;",
         "[&] { while (!is_over()) continue; return true; }()",
         "short-rails-cut", 4, "nobody gets any further"),
     "queues: puts take the same place": (
@@ -165,7 +164,7 @@ MISTAKES = {
         "short-rails-plans", 4, "a put waits without an end"),
     "queues: a last word has no deadline": (
         "native/device/stop.cu",
-        "me.deadline_ns)) «return false;»", "continue;",
+        "ctx.deadline_ns)) «return false;»", "continue;",
         "short-rails-cut", 2, "nobody gets any further"),
     "many ranks: sums over ranks begin anew with each lane": (
         "native/plan/chunks.cuh", "sum_to_here = «sum» + warp_scan", "0",
@@ -183,10 +182,10 @@ MISTAKES = {
         "native/device/call_barrier.cuh", "if («!is_entry_of(entries[i], number)»)", "false",
         "rails-plans", 4, "a wait was in vain"),
     "rails: slots of all ranks but a warp's lanes are counted anew": (
-        "native/plan/plan.cu", "slot += R::kAreThere ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
+        "native/plan/plan.cu", "slot += R::kEnabled ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
         "rails-many", 33, "plan: "),
     "rounds: weights lie where rows of a round do": (
-        "native/rows/dispatch.cu", "place_weights<R>(me, job, «calls % 2»)", "parity",
+        "native/rows/dispatch.cu", "place_weights<R>(ctx, job, «calls % 2»)", "parity",
         "rails-dispatches", 4, "dispatch: weight"),
     "rounds: pairs of earlier ones are pulled": (
         "native/rails/phases.cuh", "(routes.num_chunks + 1) + «round.begin / kChunk»]", "0",

@@ -41,10 +41,10 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
   const std::size_t groups = context(rank).control.rank_groups();
   const auto ranks_of = [&](int source, int token, int domain) {
     std::vector<std::uint32_t> ranks(groups, 0);
-    for (int place = 0; place < locals; ++place) {
-      for (const Pair& pair : routing.pairs[domain * locals + place]) {
+    for (int local_rank = 0; local_rank < locals; ++local_rank) {
+      for (const Pair& pair : routing.pairs[domain * locals + local_rank]) {
         if (pair.source == source && pair.token == token && pair.num_rows() > 0) {
-          ranks[place / 32] |= 1u << place % 32;
+          ranks[local_rank / 32] |= 1u << local_rank % 32;
         }
       }
     }
@@ -62,8 +62,8 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
       if (token >= routing.num_tokens[rank]) continue;
       const int at = domain * routing.num_tokens[rank];
       std::uint32_t assignments = 0;
-      for (int place = 0; place < locals; ++place) {
-        for (const Pair& pair : routing.pairs[domain * locals + place]) {
+      for (int local_rank = 0; local_rank < locals; ++local_rank) {
+        for (const Pair& pair : routing.pairs[domain * locals + local_rank]) {
           if (pair.source != rank || pair.token != token) continue;
           for (const Assignment& assignment : pair.assignments) {
             if (assignment.slot >= 0) assignments |= 1u << assignment.index % routing.top_k;
@@ -90,8 +90,8 @@ void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank)
       if (ranks == none) continue;
       require(std::equal(ranks.begin(), ranks.end(), routes.ranks_of + (at + name) * groups),
               "plan: ranks of node token ", name, " of rank ", source);
-      const int place = rank % locals;
-      if (ranks[place / 32] >> place % 32 & 1) {
+      const int local_rank = rank % locals;
+      if (ranks[local_rank / 32] >> local_rank % 32 & 1) {
         const int pair = routes.own_pair[at + name];
         require(plan.received.pair_token[pair] == name &&
                     pair >= plan.received.first_pair[source] &&

@@ -51,22 +51,22 @@ class Rank {
   }
 
   KernelContext context() {
-    KernelContext me{};
-    me.control = control_;
-    for (int place = 0; place < control_.local_ranks(); ++place) {
-      me.control_of.of_place[place] = control_windows_[place > 0].data<char>();
+    KernelContext ctx{};
+    ctx.control = control_;
+    for (int local_rank = 0; local_rank < control_.local_ranks(); ++local_rank) {
+      ctx.control_of.of_local_rank[local_rank] = control_windows_[local_rank > 0].data<char>();
     }
-    me.state = &state_;
-    me.mailbox = &mailbox_;
-    me.deadline_ns = kDeadlineNs;
-    return me;
+    ctx.state = &state_;
+    ctx.mailbox = &mailbox_;
+    ctx.deadline_ns = kDeadlineNs;
+    return ctx;
   }
   LowLatencyContext low_latency() {
     LowLatencyContext ll{};
     ll.window = ll_;
     ll.state = &ll_state_;
-    for (int place = 0; place < control_.local_ranks(); ++place) {
-      ll.window_of.of_place[place] = ll_windows_[place > 0].data<char>();
+    for (int local_rank = 0; local_rank < control_.local_ranks(); ++local_rank) {
+      ll.window_of.of_local_rank[local_rank] = ll_windows_[local_rank > 0].data<char>();
     }
     return ll;
   }
@@ -135,15 +135,15 @@ class Rank {
 
   // What a warp does that watches all phases of all ranks.
   template <typename R>
-  static void watch_all(KernelContext me, R) {
+  static void watch_all(KernelContext ctx, R) {
     Progress& progress = emu::shared<Progress>(-1);
     progress.clear();
     __syncthreads();
     const auto flag = [&](int source, int phase) {
-      const char* flags = me.control_of[0] + me.control.staged();
+      const char* flags = ctx.control_of[0] + ctx.control.staged();
       return reinterpret_cast<const std::uint64_t*>(flags) + source * kPhases + phase;
     };
-    watch<R>(me, Phase::kDispatch, 1, [](int) { return kPhases; }, flag, progress);
+    watch<R>(ctx, Phase::kDispatch, 1, [](int) { return kPhases; }, flag, progress);
   }
   void watch_phases() {
     char* window = control_windows_[0].data<char>();
@@ -155,20 +155,20 @@ class Rank {
   }
 
   template <typename R>
-  static void compare(KernelContext me, R rails) {
-    compare_entries<R>(me, rails, Phase::kDispatch, 1, 1);
+  static void compare(KernelContext ctx, R rails) {
+    compare_entries<R>(ctx, rails, Phase::kDispatch, 1, 1);
   }
   void compare_all_entries() {
-    KernelContext me = context();
-    me.call = kCall;
+    KernelContext ctx = context();
+    ctx.call = kCall;
     char* window = control_windows_[0].data<char>();
     auto* of_domain = reinterpret_cast<std::uint64_t*>(window + RailLayout{control_}.entries());
     for (int rank = 0; rank < control_.num_ranks; ++rank) {
-      *entry_word(me, 0, 1, rank) = entry_of(me, 1);
-      if (rank < control_.num_domains) of_domain[control_.num_domains + rank] = entry_of(me, 1);
+      *entry_word(ctx, 0, 1, rank) = entry_of(ctx, 1);
+      if (rank < control_.num_domains) of_domain[control_.num_domains + rank] = entry_of(ctx, 1);
     }
     with_rails(rails(), [&](const auto& way) {
-      emu::start(compare<std::decay_t<decltype(way)>>, 1, kWarpSize, 0, 0, me, way);
+      emu::start(compare<std::decay_t<decltype(way)>>, 1, kWarpSize, 0, 0, ctx, way);
     });
   }
 

@@ -30,11 +30,11 @@ void Rows::plan(int rank, int number) {
   const bool is_static = routing.limit > 0, drops = is_static && routing.may_drop;
   put_indices(plan, routing, rank);
   plan.counts.emplace(8 * (2 * local + 1), kGarbage);
-  KernelContext me = context(rank, is_static ? call_of(number, rank == differing) : 0);
-  plan.token_routes.emplace(4 * TokenRoutes::rows(me.control) * num_tokens, kGarbage);
-  Memory scratch(4 * PlanScratch::size(me.control, kSms), kGarbage);
+  KernelContext ctx = context(rank, is_static ? call_of(number, rank == differing) : 0);
+  plan.token_routes.emplace(4 * TokenRoutes::rows(ctx.control) * num_tokens, kGarbage);
+  Memory scratch(4 * PlanScratch::size(ctx.control, kSms), kGarbage);
   Memory kept(4 * num_tokens * top_k, kGarbage);
-  const PlanScratch parts(scratch.data<std::int32_t>(), me.control, kSms);
+  const PlanScratch parts(scratch.data<std::int32_t>(), ctx.control, kSms);
 
   PlanCount job{};
   job.topk_idx = plan.indices;
@@ -67,13 +67,13 @@ void Rows::plan(int rank, int number) {
     drop.max_recv_rows = routing.limit;
     drop.kept = kept.data<std::int32_t>();
     drop.num_requested = job.num_dropped;
-    launch(rank, [&] { drop_what_does_not_fit(me, drop, parts, sms, rank, rails(rank)); });
-    me.call = 0;  // the first kernel has compared it
+    launch(rank, [&] { drop_what_does_not_fit(ctx, drop, parts, sms, rank, rails(rank)); });
+    ctx.call = 0;  // the first kernel has compared it
     job.topk_idx = drop.kept;
     job.is_int64 = false;
   }
   if (sizes.domains > 1) put_rail_routes(plan, routing, rank, &job);
-  launch(rank, [&] { plan_count(me, job, parts, sms, rank, rails(rank)); });
+  launch(rank, [&] { plan_count(ctx, job, parts, sms, rank, rails(rank)); });
   // The host would raise; or, if it need not wait, go on.
   const bool has_counted = !has_failed(rank);
   if (!has_counted) {

@@ -87,19 +87,19 @@ void Sequence::require_at_rest() {
 }
 
 KernelContext Sequence::context(int rank, std::uint64_t call) {
-  KernelContext me = shared_;
-  me.rank = rank;
-  const int first = rank - sizes.place_of(rank);
-  me.control_of.first_rank = me.rows_of.first_rank = first;
-  for (int place = 0; place < sizes.ranks / sizes.domains; ++place) {
-    me.control_of.of_place[place] = control_[first + place].data<char>();
-    me.rows_of.of_place[place] = rows_[first + place].data<char>();
+  KernelContext ctx = shared_;
+  ctx.rank = rank;
+  const int first = rank - sizes.local_rank_of(rank);
+  ctx.control_of.first_rank = ctx.rows_of.first_rank = first;
+  for (int local_rank = 0; local_rank < sizes.ranks / sizes.domains; ++local_rank) {
+    ctx.control_of.of_local_rank[local_rank] = control_[first + local_rank].data<char>();
+    ctx.rows_of.of_local_rank[local_rank] = rows_[first + local_rank].data<char>();
   }
-  me.state = &states[rank];
-  me.mailbox = &mailboxes[rank];
-  me.deadline_ns = deadlines_ns[rank];
-  me.call = call;
-  return me;
+  ctx.state = &states[rank];
+  ctx.mailbox = &mailboxes[rank];
+  ctx.deadline_ns = deadlines_ns[rank];
+  ctx.call = call;
+  return ctx;
 }
 
 void Sequence::launch(int rank, const std::function<void()>& queue) {
@@ -118,7 +118,7 @@ void Sequence::refuse(int rank) {
 void Sequence::settle(bool is_cut) {
   if (sizes.domains == 1) return;
   emu::run(sizes.ranks, [&](int rank) {
-    ncclep::native::settle(context(rank), rank, *rails(rank));
+    ncclep::native::drain_network(context(rank), rank, *rails(rank));
     emu::synchronize(rank);
     require(is_cut || !has_bytes_on_the_way(rank), "bytes are on their way to or from rank ", rank,
             ", whose windows close");
@@ -272,7 +272,7 @@ class WithFailure {
       // late in its turn, for others.
       const Sizes& sizes = sequence_.sizes;
       const bool speaks_for_peer = sizes.domain_of(victim_) == sizes.domain_of(rank) &&
-                                   sizes.place_of(victim_) == sizes.place_of(peer);
+                                   sizes.local_rank_of(victim_) == sizes.local_rank_of(peer);
       const bool is_right = peer == victim_ || rank == victim_ || has_late_ctas_ ||
                             speaks_for_peer || (how_ == Failing::kIsCut && peer != rank) ||
                             (passes_on && failed_in_[peer] <= step);

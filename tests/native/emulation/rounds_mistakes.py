@@ -8,54 +8,54 @@ MISTAKES = {
         "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
         "rails-dispatches", 4, "dispatch: ", 106),
     "rounds: CTAs that have staged two are counted together": (
-        "native/rows/stage.cuh", "me.control_of[me.rank] + counts) + «unit»;", "phase",
+        "native/rows/stage.cuh", "ctx.control_of[ctx.rank] + counts) + «unit»;", "phase",
         "rails-dispatches", 4, ".", 106),
     "rounds: the second is staged before all ranks have entered": (
         "native/rails/phases.cuh",
-        "is_free = «wait_for_entry(me, Phase::kDispatch, rank, entry, epoch) != 0»;", "true",
+        "is_free = «wait_for_entry(ctx, Phase::kDispatch, rank, entry, epoch) != 0»;", "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: one is staged before this domain has pulled the last but one": (
         "native/rails/phases.cuh",
-        "is_free = «wait_for_round(me, Phase::kDispatch, local_rank(me, threadIdx.x), "
-        "round.number - 2,\n" + " " * 31 + "epoch)»;",
+        "«wait_for_round(ctx, Phase::kDispatch, rank_at(ctx, threadIdx.x), round.number - 2, "
+        "epoch)»;",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: one is staged before other domains have pulled the last but one": (
         "native/rails/phases.cuh",
-        "is_free = «wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
+        "is_free = «wait_for_signal(ctx, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
         + " " * 32 + "round.number - 1, epoch)» &&",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a domain says that it has pulled one before all of its ranks have": (
         "native/rails/phases.cuh",
-        "«wait_for_round(me, Phase::kDispatch, local_rank(me, place), number, epoch)»);",
+        "«wait_for_round(ctx, Phase::kDispatch, rank_at(ctx, local_rank), number, epoch)»);",
         "true",
         "rails-dispatches", 4, "dispatch: "),
     "rounds: a dispatch is over before other domains have pulled its last but one": (
         "native/rails/phases.cuh",
-        "if («!wait_for_signal(me, rails, Phase::kDispatch, kPulledPut, domain, last, epoch)»)",
+        "if («!wait_for_signal(ctx, rails, Phase::kDispatch, kPulledPut, domain, last, epoch)»)",
         "false",
         "rails-dispatches", 4, "."),
     "rounds: sums of ranks are sent before there is room": (
         "native/rows/combine.cu",
-        "«wait_for_round(me, Phase::kCombine, host_of(me, source), round.number - 1,\n"
-        + " " * 40 + "epoch)»", "true",
+        "«wait_for_round(ctx, Phase::kCombine, host_of(ctx, source),\n"
+        + " " * 40 + "round.number - 1, epoch)»", "true",
         "rails-combines", 4, "."),
     "rounds: domains' sums of two lie in one place": (
         "native/rail_layout.h", "return «round % 2» * turn_parts()", "0",
         "rails-combines", 4, "combine: "),
     "rounds: a domain's sums are made before this rank's last but one are added up": (
         "native/rows/domain_sums.cuh",
-        "is_free = «wait_for_warps(me_, [&] { return are_added(me_, before); })»;", "true",
+        "is_free = «wait_for_warps(ctx_, [&] { return are_added(ctx_, before); })»;", "true",
         "rails-combines", 4, "combine: "),
     "rounds: a domain's sums are made before the rail peers' last but one are added up": (
         "native/rows/domain_sums.cuh",
-        "is_free = «wait_for_signal(me_, rails_, Phase::kCombine, kAddedUpPut, domain,\n"
+        "is_free = «wait_for_signal(ctx_, rails_, Phase::kCombine, kAddedUpPut, domain,\n"
         + " " * 34 + "round.number - 1, epoch_)»;", "true",
         "rails-combines", 4, "combine: "),
     "rounds: a rank says that its sums are added up before they are": (
         "native/rows/domain_sums.cuh",
-        "is_over = «wait_for_warps(me, [&] { return are_added(me, round); })»;", "true",
+        "is_over = «wait_for_warps(ctx, [&] { return are_added(ctx, round); })»;", "true",
         "rails-combines", 4, "combine: "),
     "rounds: rows of one are taken after those of the last did not come": (
         "native/rows/dispatch.cu", "num_rounds_of(job) && «goes_on»; ++number", "true",
@@ -77,7 +77,7 @@ MISTAKES = {
         "rails-combines", 4, "combine: weights"),
     "rounds: the phases of one are counted once": (
         "native/rows/combine.cu",
-        "count_signals<R>(me, kSumsPut, «num_rounds * num_phases_in(job)»);", "num_phases_in(job)",
+        "count_signals<R>(ctx, kSumsPut, «num_rounds * num_phases_in(job)»);", "num_phases_in(job)",
         "rails-combines", 2, "."),
 
     # Of one round as of several.
@@ -86,13 +86,13 @@ MISTAKES = {
         "rails-dispatches", 2, "a wait was in vain|nobody gets any further"),
     "rails: a refusal stays in its domain": (
         "native/device/stop.cu",
-        "put_last(me, rails, now_ns(), domain, me.control.stop(), sent, 8, kStopPut);", "",
+        "put_last(ctx, rails, now_ns(), domain, ctx.control.stop(), sent, 8, kStopPut);", "",
         "rails-failures", 2, "failure: rank . does not say that rank . refused"),
     "rails: a second closing waits for nothing": (
-        "native/device/stop.cu", "count_signals<Rails>(me, kLastPut, kLastRounds);", "",
+        "native/device/stop.cu", "count_signals<Rails>(ctx, kLastPut, kLastRounds);", "",
         "rails-plans", 4, "bytes are on their way"),
     "rails: counts of dropped assignments are those of the plan before": (
-        "native/plan/overflow.cu", "count_signals<R>(me, kWantedPut, 1);", "",
+        "native/plan/overflow.cu", "count_signals<R>(ctx, kRequestsPut, 1);", "",
         "rails-plans", 4, "."),
 
     # More ranks than a warp has lanes.
@@ -116,8 +116,8 @@ MISTAKES = {
         "native/low_latency/rail_tokens.cuh", "to_scales[s] = __ldcg(scales + s);", "",
         "rails-ll", 4, "ll dispatch: scales"),
     "bad routings of the plans before are forgotten": (
-        "native/plan/plan.cu", "me.mailbox->bad_ranks.words[lane] |= bad;",
-        "me.mailbox->bad_ranks.words[lane] = bad;",
+        "native/plan/plan.cu", "ctx.mailbox->bad_ranks.words[lane] |= bad;",
+        "ctx.mailbox->bad_ranks.words[lane] = bad;",
         "plans", 3, "plan: bad ranks of static plans", 19),
     "the presence of weights is not in a call": (
         "native/host/call_signature.cpp", ".put(«has_weights», kWeightBits)", "false",

@@ -28,7 +28,7 @@ struct Sizes {
   int domains = 1, rounds = 1;
   int experts() const { return ranks * local; }
   int domain_of(int rank) const { return rank * domains / ranks; }
-  int place_of(int rank) const { return rank % (ranks / domains); }
+  int local_rank_of(int rank) const { return rank % (ranks / domains); }
 };
 
 inline std::set<int> ranks_in(const ncclep::native::RankBits& bits) {

@@ -204,17 +204,17 @@ void Rows::dispatch(int rank, int number) {
   job.token_ranks = token_routes_of(plan, num_tokens).token_ranks;
   job.routes = plan.received;
   job.rail_routes = plan.rail_routes;
-  const KernelContext me = context(rank, call_of(number, rank == differing));
+  const KernelContext ctx = context(rank, call_of(number, rank == differing));
   const int sms = between(min_ctas(1), kind_ == "many" ? 3 : kSms);
   const std::uint64_t dispatches = states[rank].dispatches;
-  launch(rank, [&] { ncclep::native::dispatch(me, job, sms, rank, rails(rank)); });
+  launch(rank, [&] { ncclep::native::dispatch(ctx, job, sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
     require_nan(rows, "dispatch: rows", rank);
     if (step.has_weights) require_nan(row_w, "dispatch: weights", rank);
     return;
   }
-  const int tokens = me.control.round_tokens(),
+  const int tokens = ctx.control.round_tokens(),
             most = num_chunks_of(routing.most_tokens()) * kChunk;
   const std::uint64_t rounds = sizes.domains == 1 ? 1 : std::max(1, (most + tokens - 1) / tokens);
   require(states[rank].dispatches - dispatches == rounds, "dispatch: rounds of rank ", rank);
@@ -273,8 +273,8 @@ void Rows::combine(int rank, int number) {
     job.num_phases = step.phases;
     job.rail_routes = plan.rail_routes;
   }
-  const KernelContext me = context(rank, call_of(number, rank == differing));
-  launch(rank, [&] { ncclep::native::combine(me, job, step.sms, rank, rails(rank)); });
+  const KernelContext ctx = context(rank, call_of(number, rank == differing));
+  launch(rank, [&] { ncclep::native::combine(ctx, job, step.sms, rank, rails(rank)); });
 
   if (has_failed(rank)) {
     require_nan(out, "combine: tokens", rank);
@@ -295,14 +295,14 @@ void Rows::combine(int rank, int number) {
         }
       }
       // What a rank adds up for its domain it adds up unrounded: its own rows, or its rail peer's.
-      const bool is_own = sizes.place_of(expert_rank) == sizes.place_of(rank);
+      const bool is_own = sizes.local_rank_of(expert_rank) == sizes.local_rank_of(rank);
       for (int i = 0; i < hidden; ++i) {
         of_domain[pair.token * hidden + i] += is_own ? part[i] : numbers.round(part[i]);
       }
     }
     if (sizes.domains == 1) {
       total = of_domain;
-    } else if (sizes.place_of(expert_rank + 1) == 0) {
+    } else if (sizes.local_rank_of(expert_rank + 1) == 0) {
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += numbers.round(of_domain[i]);
       std::fill(of_domain.begin(), of_domain.end(), 0);
     }

@@ -16,25 +16,25 @@ MISTAKES = {
         "native/plan/chunks.cuh", "partition.num_experts + «group * kWarpSize»;", "0",
         "wide-many", 33, "plan: "),
     "wide: a rank has a bit in each group": (
-        "native/rank_set.cuh", "return «place / kWarpSize == group» ?", "true",
+        "native/rank_set.cuh", "return «local_rank / kWarpSize == group» ?", "true",
         "wide-many", 33, "."),
     "wide: no group comes before that of a rank": (
         "native/rank_set.cuh", "return bits >= kWarpSize ? «~0u» :", "0u",
         "wide-many", 40, ".", 2),
     "wide: sums of ranks after the first 32 are added up before they are there": (
-        "native/rows/combine.cu", "if («is_part[group] && is_here») {",
+        "native/rows/combine.cu", "if («is_part[group] && arrived») {",
         "group == 0 && is_part[group]",
         "wide-many", 40, "combine: "),
     "wide: a refusal reaches the first 32 ranks": (
         "native/device/stop.cu", "<<<1, «kThreads», 0, reinterpret_cast<cudaStream_t>(stream)>>>"
-        "(me, phase, rails)", "kWarpSize",
+        "(ctx, phase, rails)", "kWarpSize",
         "wide-failures", 36, "failure: rank .* does not say that rank .* refused"),
     "wide: the first 32 ranks of each node token are fetched": (
         "native/plan/plan_receive.cu", "words = «rails.most_tokens * kRankGroups»;",
         "rails.most_tokens",
         "wide-rails-many", 66, "plan: ranks of node token"),
     "wide: rails: sums of ranks after the first 32 are added up before they are there": (
-        "native/rows/domain_sums.cuh", "is_here && («!is_part[group]» ||",
+        "native/rows/domain_sums.cuh", "arrived && («!is_part[group]» ||",
         "group > 0 || !is_part[group]",
         "wide-rails-many", 66, "combine: "),
 }

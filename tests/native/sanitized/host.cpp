@@ -23,30 +23,6 @@ std::size_t __sanitizer_get_current_allocated_bytes();  // of the heap
 
 namespace {
 
-template <typename Call>
-std::string error_of(Call&& call) {
-  try {
-    call();
-  } catch (const Refused& refused) {
-    return refused.text;
-  }
-  return "no error";
-}
-
-// Requires that a call ends with an error that contains `text`.
-template <typename Call>
-void must_fail(const std::string& text, Call&& call) {
-  const std::string found = error_of(call);
-  standin::require(found.find(text) != std::string::npos, "'" + text + "' is not in: " + found);
-}
-
-// Requires that a call ends with ncclepInvalidArgument.
-template <typename Call>
-void must_refuse(Call&& call) {
-  const std::string found = error_of(call);
-  standin::require(found.rfind("1 ", 0) == 0, "not refused: " + found);
-}
-
 // Makes one of everything, uses it and destroys it.
 void live() {
   Objects o;

@@ -27,10 +27,10 @@ std::int64_t size_of(const Control& control, const RailRoutes& routes) {
   return RailRoutes::size(control, routes.num_tokens, routes.num_chunks());
 }
 
-void note_rows(const KernelContext& me, int num_phases, const Rails* rails) {
-  if (me.control.num_domains == 1) return;
+void note_rows(const KernelContext& ctx, int num_phases, const Rails* rails) {
+  if (ctx.control.num_domains == 1) return;
   REQUIRE(rails != nullptr);
-  standin::launched.num_rounds = me.control.num_rounds;
+  standin::launched.num_rounds = ctx.control.num_rounds;
   standin::launched.num_phases = num_phases;
 }
 
@@ -50,16 +50,16 @@ std::size_t combine_shared_bytes<1>() {
 }
 
 template <>
-void plan_count(const KernelContext& me, const PlanCount& job, const PlanScratch&, int,
+void plan_count(const KernelContext& ctx, const PlanCount& job, const PlanScratch&, int,
                 std::uintptr_t stream, const Rails*) {
   standin::note_kernel(stream);
-  standin::launched.received = me.state->received;
-  if (me.control.num_domains > 1) {
-    std::fill_n(job.rail_routes.most_chunks, size_of(me.control, job.rail_routes), kMark);
+  standin::launched.received = ctx.state->received;
+  if (ctx.control.num_domains > 1) {
+    std::fill_n(job.rail_routes.most_chunks, size_of(ctx.control, job.rail_routes), kMark);
   }
   if (job.ticket == 0) return;
-  const int num_local = me.control.num_local();
-  const auto post = [&mailbox = *me.mailbox, num_local, ticket = std::uint64_t{job.ticket} << 32,
+  const int num_local = ctx.control.num_local();
+  const auto post = [&mailbox = *ctx.mailbox, num_local, ticket = std::uint64_t{job.ticket} << 32,
                      plan = standin::plans](bool is_late) {
     if (plan.fail && is_late == (plan.late_words != 0)) {
       mailbox.failed_peer = 1;
@@ -87,13 +87,13 @@ void drop_what_does_not_fit(const KernelContext&, const Drop&, const PlanScratch
   standin::note_kernel(stream);
 }
 template <>
-void plan_receive(const KernelContext& me, const ReceivedRoutes&, const PlanScratch&, int,
+void plan_receive(const KernelContext& ctx, const ReceivedRoutes&, const PlanScratch&, int,
                   std::uintptr_t stream, const RailRoutes& rail_routes) {
   standin::note_kernel(stream);
-  me.state->received = ++me.state->plans;
-  if (me.control.num_domains == 1) return;
+  ctx.state->received = ++ctx.state->plans;
+  if (ctx.control.num_domains == 1) return;
   const std::int32_t* first = rail_routes.most_chunks;
-  standin::require(std::all_of(first, first + size_of(me.control, rail_routes),
+  standin::require(std::all_of(first, first + size_of(ctx.control, rail_routes),
                                [](std::int32_t word) { return word == kMark; }),
                    "routes for other domains are lost when routes are received again");
 }
@@ -104,20 +104,20 @@ void refuse(const KernelContext&, Phase, std::uintptr_t stream, const Rails*) {
 template <>
 void begin_puts(const KernelContext&, std::uintptr_t, const Rails&) {}
 template <>
-void settle(const KernelContext&, std::uintptr_t, const Rails&) {
+void drain_network(const KernelContext&, std::uintptr_t, const Rails&) {
   if (fake_num_open_windows() > 0) ++standin::launched.num_closes;
 }
 template <>
-void dispatch(const KernelContext& me, const Dispatch& job, int, std::uintptr_t stream,
+void dispatch(const KernelContext& ctx, const Dispatch& job, int, std::uintptr_t stream,
               const Rails* rails) {
   standin::note_kernel(stream);
-  note_rows(me, job.num_phases, rails);
+  note_rows(ctx, job.num_phases, rails);
 }
 template <>
-void combine(const KernelContext& me, const Combine& job, int, std::uintptr_t stream,
+void combine(const KernelContext& ctx, const Combine& job, int, std::uintptr_t stream,
              const Rails* rails) {
   standin::note_kernel(stream);
-  note_rows(me, job.num_phases, rails);
+  note_rows(ctx, job.num_phases, rails);
 }
 void low_latency_dispatch(const KernelContext&, const LowLatencyContext&, const LowLatencyDispatch&,
                           int, std::uintptr_t stream, const Rails*) {

@@ -33,6 +33,30 @@ inline void must(ncclepResult_t result) {
   throw Refused{std::to_string(result) + " " + ncclepGetLastError()};
 }
 
+template <typename Call>
+std::string error_of(Call&& call) {
+  try {
+    call();
+  } catch (const Refused& refused) {
+    return refused.text;
+  }
+  return "no error";
+}
+
+// Requires that a call ends with an error that contains `text`.
+template <typename Call>
+void must_fail(const std::string& text, Call&& call) {
+  const std::string found = error_of(call);
+  standin::require(found.find(text) != std::string::npos, "'" + text + "' is not in: " + found);
+}
+
+// Requires that a call ends with ncclepInvalidArgument.
+template <typename Call>
+void must_refuse(Call&& call) {
+  const std::string found = error_of(call);
+  standin::require(found.rfind("1 ", 0) == 0, "not refused: " + found);
+}
+
 // Lets one call of NCCL or of CUDA fail, after so many more; -1: none.
 inline void fail_after(bool is_nccl, int num_calls) {
   if (!is_nccl) return standin::fail_after(num_calls);
