@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import network_model, plot, result, shapes, table
+from benchmarks import network_model, plot, result, shapes, table, waterfall
 from benchmarks.catalogue import MAX_RECV_ROWS
 from benchmarks.job import Job
 from megatron_ncclep.benchmark import HIGH_THROUGHPUT
@@ -42,9 +42,17 @@ def make_parser() -> argparse.ArgumentParser:
         "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
         ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
-        "forward and backward; needs grouped, implies static) or, in training, :partial_graphs "
-        "and :optimizer_graph (Megatron-Core's)",
+        "forward and backward; needs grouped, implies static) or, in training, :router_fusion, "
+        ":partial_graphs and :optimizer_graph (Megatron-Core's)",
     )
+    parser.add_argument(
+        "--shape", action="append", metavar="NAME",
+        help="of the file's shapes and trainings only this one; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", action="store_true",
+        help="also draw where a training step's time goes: OUT/traces/, see waterfall.py",
+    )  # fmt: skip
     parser.add_argument(
         "--max-recv-rows",
         type=EpConfig.__dataclass_fields__["max_recv_rows"].metadata["kind"].parse,
@@ -73,9 +81,11 @@ def run(args: argparse.Namespace) -> int:
         EpError: a mistake that one process can detect; nothing is measured then.
     """
     if args.model_network is not None:
-        options = ("config", "subjects", "max_recv_rows", "ranks", "device", "samples", "warmup")
+        options = ("config", "subjects", "shape", "max_recv_rows", "ranks", "device", "samples",
+                   "warmup")  # fmt: skip
         given = [name for name in options if getattr(args, name) is not None]
         given += ["mode"] * (args.mode != HIGH_THROUGHPUT) + ["smoke"] * args.smoke
+        given += ["trace"] * args.trace
         if ignored := [f"--{name.replace('_', '-')}" for name in given]:
             raise InputError(f"--model-network measures nothing: leave {', '.join(ignored)} out")
         print(network_model.render(network_model.NetworkModel.parse(args.model_network)))
@@ -86,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             plot.draw(result.load(Path(args.out, "bench.json")), drawn)
             print(f"drawn: {drawn}")
+            for folder in sorted(Path(args.out, "traces").glob("*")) if args.trace else ():
+                print(f"drawn: {waterfall.draw_folder(folder)}")
         except EpError as error:
             print(error)
     return status

@@ -4,7 +4,7 @@
     nccl_ep_library[:PACKAGE]  NVIDIA's libnccl_ep called directly, without this package's checks:
                                the one that the engine nccl_ep uses, or the one of a package;
                                +pull_push and +fixed_order enable modes of transformer-engine's
-    deepep                     DeepEP V2, called directly
+    deepep[:no_overlap]        DeepEP V2, called directly; no_overlap: with all it takes for itself
     hybridep[:fused]           HybridEP with its permutation, called directly; fused: as one kernel
     alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
@@ -17,7 +17,8 @@ Layers, experts and trainings are measured on request only.  Layers and training
 the order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
-    static          a fixed number of received rows (ncclep only), which graphs need and imply
+    static          a fixed number of received rows (ncclep only); full_iteration implies it
+    router_fusion   Megatron-Core's `moe_router_fusion` (training)
     full_iteration  forward and backward as one CUDA graph (ncclep with grouped)
     partial_graphs  Megatron-Core's graphs of attention, router and preprocessing (training)
     optimizer_graph the optimizer's step as one CUDA graph of Megatron-Core's (training)
@@ -30,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +60,14 @@ LIBRARIES: dict[str, tuple[str | None, tuple[str, ...]]] = {
     },
 }
 # Subjects of deepep.py -> their words.
-FUSED = "fused"
-DEEPEP: dict[str, tuple[str, ...]] = {"deepep": (), "hybridep": (), "hybridep:fused": (FUSED,)}
+FUSED, NO_OVERLAP = "fused", "no_overlap"
+DEEPEP: dict[str, tuple[str, ...]] = {
+    "deepep": (), "deepep:no_overlap": (NO_OVERLAP,),
+    "hybridep": (), "hybridep:fused": (FUSED,),
+}  # fmt: skip
 GROUPED, STATIC = "grouped", "static"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
+ROUTER_FUSION = "router_fusion"
 OPTIMIZER_GRAPH = "optimizer_graph"
 INSTALL_MEGATRON = "Megatron-Core is not installed: pip install 'megatron-ncclep[train]'"
 INSTALL_ENGINE = "TransformerEngine, which is not installed: pip install 'megatron-ncclep[te]'"
@@ -109,6 +115,7 @@ class Variant:
     dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
     static: bool = False  # received tensors have a fixed number of rows
+    router_fusion: bool = False  # Megatron-Core's `moe_router_fusion`
     graphs: str | None = None  # FULL_ITERATION, PARTIAL_GRAPHS; None: no graphs of the passes
     optimizer_graph: bool = False  # the optimizer is one that can be captured,
     captures_optimizer: bool = False  # and is
@@ -146,7 +153,10 @@ EXPERTS = {
 }
 # Names with a dispatcher; parts in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
-TRAIN = "train:DISPATCHER[:grouped][:static][:full_iteration or :partial_graphs][:optimizer_graph]"
+TRAIN = (
+    "train:DISPATCHER[:grouped][:static][:router_fusion][:full_iteration or :partial_graphs]"
+    "[:optimizer_graph]"
+)
 # The subject whose losses the others are compared with.
 CONTROL = "train:alltoall"
 
@@ -188,11 +198,11 @@ def variant_of(name: str) -> Variant | None:
             f"subject {name!r}: the host waits for the numbers of rows, which one graph of an "
             f"iteration cannot contain: write {f'{GROUPED}:{graphs}' if ours else instead}"
         )
-    if graphs and STATIC in words:
+    if graphs == FULL_ITERATION and STATIC in words:
         raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
     return Variant(
         name, dispatcher, grouped=GROUPED in words,
-        static=STATIC in words or (graphs is not None and ours),
+        static=STATIC in words or graphs == FULL_ITERATION, router_fusion=ROUTER_FUSION in words,
         graphs=graphs, optimizer_graph=graphed, captures_optimizer=graphed,
     )  # fmt: skip
 
@@ -202,6 +212,12 @@ def known_variant(name: str) -> Variant:
     variant = variant_of(name)
     assert variant is not None, name
     return variant
+
+
+def baseline(us: Mapping[str, float]) -> str | None:
+    """The fastest of layers or trainings without anything of ours, of their times by name."""
+    theirs = [name for name in us if (variant := variant_of(name)) and not variant.ours]
+    return min(theirs, key=us.__getitem__, default=None)
 
 
 def kind_of(name: str) -> str:
@@ -242,6 +258,8 @@ def unavailable_reason(
         return INSTALL_MEGATRON
     if variant.captured and device != "cuda":
         return f"a CPU has no CUDA graphs: leave {variant.captured} out"
+    if variant.router_fusion and device != "cuda":
+        return f"TransformerEngine's fused router needs a GPU: leave {ROUTER_FUSION} out"
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":
         return None
     if device != "cuda":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.catalogue import DEEPEP, FUSED
+from benchmarks.catalogue import DEEPEP, FUSED, NO_OVERLAP
 from benchmarks.library import places, put
 from megatron_ncclep.benchmark import Setting, Subject, UnavailableError, excused
 from megatron_ncclep.benchmark.engines import results_problem, split_name
@@ -126,6 +126,7 @@ class DeepEpSubject(_BufferSubject):
             group, num_max_tokens_per_rank=max(case.tokens), hidden=case.hidden,
             num_topk=case.top_k, num_cpu_timeout_secs=timeout_s, num_gpu_timeout_secs=timeout_s,
             explicitly_destroy=True,
+            prefer_overlap_with_compute=NO_OVERLAP not in DEEPEP[self._base],  # True by default
         )  # fmt: skip
         self._num_sms = self._num_sms or self._buffer.get_theoretical_num_sms(
             case.num_experts, case.top_k

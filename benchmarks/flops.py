@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_ncclep.training.settings import TOP_K, Settings, layer_pattern
+
+TEXT_VOCABULARY = 384  # bytes, and the end of a file, padded
 
 
 def flops_per_token(settings: Settings, vocab_size: int) -> float:
@@ -21,12 +26,13 @@ def flops_per_token(settings: Settings, vocab_size: int) -> float:
     given = settings.values.get
     if settings["multi-latent-attention"]:
         # With Megatron-Core's defaults.
-        lora, rank = given("q-lora-rank", 512), given("kv-lora-rank", 512)
+        lora, rank = given("q-lora-rank"), given("kv-lora-rank", 512)
         head, value = given("qk-head-dim", 128), given("v-head-dim", 128)
         rope = given("qk-pos-emb-head-dim", 64)
         query = heads * (head + rope)
         # The two norms in between are counted, as a weight of each row.
-        weights = lora * (hidden + query + 1) + rank * (hidden + heads * (head + value) + 1)
+        weights = lora * (hidden + query + 1) if lora else hidden * query
+        weights += rank * (hidden + heads * (head + value) + 1)
         weights += hidden * (rope + heads * value)
         attended = (query + heads * value) / 2
     else:
@@ -40,3 +46,14 @@ def flops_per_token(settings: Settings, vocab_size: int) -> float:
     widths = sum(width if has_experts else dense for has_experts in pattern)
     weights = layers * weights + (3 if settings["swiglu"] else 2) * hidden * widths
     return 6.0 * (weights + layers * attended * settings["seq-length"] + hidden * vocab_size)
+
+
+def step_tflops(run: Mapping[str, Any]) -> dict[str, float]:
+    """TFLOP/s of a GPU in the steps of a training (see result.py), by the name of a subject."""
+    settings = Settings(run["settings"])
+    of_one_rank = settings["micro-batch-size"] * run["shape"]["microbatches"]
+    # Results from before the field was there have the text's vocabulary.
+    flops = flops_per_token(settings, run.get("vocab_size", TEXT_VOCABULARY))
+    flops *= of_one_rank / settings["global-batch-size"]
+    ran = [subject for subject in run["subjects"] if subject["tokens_per_s"]]
+    return {subject["name"]: flops * subject["tokens_per_s"] * 1e-12 for subject in ran}

@@ -65,6 +65,7 @@ class Job(job.Job):
 
     trainings: tuple[TrainingShape, ...] = ()  # for subjects that train; empty if there are none
     max_recv_rows: int | str | None = None  # of layers and trainings that are static
+    trace: bool = False  # a step of each training is traced
 
     @classmethod
     def load(cls, config: str) -> shapes.Measurement:
@@ -100,9 +101,10 @@ class Job(job.Job):
     def more(cls, args: argparse.Namespace, file: Any, names: Sequence[str]) -> dict[str, Any]:
         """See the base class."""
         return {
-            "shapes": file.shapes if not all(map(is_train, names)) else (),
-            "trainings": file.trainings if any(map(is_train, names)) else (),
+            "shapes": _chosen(args, file, file.shapes) if not all(map(is_train, names)) else (),
+            "trainings": _chosen(args, file, file.trainings) if any(map(is_train, names)) else (),
             "max_recv_rows": _max_recv_rows(args.max_recv_rows, names),
+            "trace": args.trace,
         }
 
     def kind_of(self, name: str) -> str:
@@ -127,6 +129,8 @@ class Job(job.Job):
         if self.trained and not self.trainings:
             wrong = f"{self.trained[0]} trains, and {self.config} has no trainings"
             raise InputError(f"{wrong}: give --config training")
+        if self.trace and (not self.trained or self.device != "cuda"):
+            raise InputError("--trace is for trainings on GPUs: leave it out, or name one")
         super().check()
         for training in self.trainings:
             training.settings(self.ranks)
@@ -171,6 +175,16 @@ class Job(job.Job):
     def list_of(self, found: Measured) -> str:
         """See the base class."""
         return "trainings" if isinstance(found, TrainingResult) else super().list_of(found)
+
+
+def _chosen(args: argparse.Namespace, file: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of `found`, in `file`, that --shape names, if it is given."""
+    if args.shape is None:
+        return found
+    known = [shape.name for shape in (*file.shapes, *file.trainings)]
+    if unknown := set(args.shape) - set(known):
+        raise InputError(f"--shape {min(unknown)}: the file has {'; '.join(known)}")
+    return tuple(shape for shape in found if shape.name in args.shape)
 
 
 def _max_recv_rows(given: int | str | None, names: Sequence[str]) -> int | str | None:

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 from benchmarks import catalogue
 from benchmarks.catalogue import DispatcherChoice
+from benchmarks.routers import UNPICKED, with_values
 from megatron_ncclep import cpu
 from megatron_ncclep.benchmark import Setting, UnavailableError
 from megatron_ncclep.benchmark.engines import deviation
@@ -45,7 +46,6 @@ CLASSES = {
     "flex": (MEGATRONS, "MoEFlexTokenDispatcher"),
     "ncclep": ("megatron_ncclep.integration.dispatcher", "NcclEpTokenDispatcher"),
 }
-UNPICKED = -100.0  # logit of experts that a token does not use; others are at least log(0.5)
 # The results to compare.
 OUTPUT, HIDDEN_GRADIENT = "output", "gradient of the hidden states"
 ROWS_GRADIENT, PROBS_GRADIENT = "gradient of the rows", "gradient of the probabilities"
@@ -227,21 +227,9 @@ def _router_class() -> type:
         given_logits: torch.Tensor
 
         def gating(self, hidden: torch.Tensor) -> Any:
-            return _Given.apply(super().gating(hidden), self.given_logits)
+            return with_values(super().gating(hidden), self.given_logits)
 
     return GivenRouter
-
-
-class _Given(torch.autograd.Function):
-    """The values of one tensor, and its gradient for another one that has no other use."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return given.to(own.dtype).view_as(own)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
 
 
 def _logits(workload: Workload) -> torch.Tensor:

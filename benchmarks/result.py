@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.flops import TEXT_VOCABULARY
 from megatron_ncclep.benchmark.ranks import quantiles
 from megatron_ncclep.benchmark.result import (
     FORMAT,
@@ -56,6 +57,8 @@ class TrainingResult(Measured):
     settings: dict[str, Any] = field(default_factory=dict)  # the model's arguments
     tokens: int = 0  # of all ranks in one step
     text: str = ""  # the training text's description
+    vocab_size: int = TEXT_VOCABULARY  # rows of the embedding and of the output layer
+    load: float | None = None  # rows of the busiest rank in the first step, divided by the mean
     max_recv_rows: int | str | None = None  # of static subjects
     # The owner of the function that adds the output layer's weight gradients to main_grad, if the
     # layers add theirs themselves; None: DistributedDataParallel's hooks add all of them.

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.catalogue import LAUNCHED, LIBRARIES, MEGATRONS_EXPERTS, known_variant
+from benchmarks.catalogue import LAUNCHED, LIBRARIES, MEGATRONS_EXPERTS, baseline, known_variant
+from benchmarks.flops import step_tflops
 from benchmarks.result import KINDS, LISTS
 from megatron_ncclep.benchmark import STEPS, WHOLE, WITH_EXPERTS, table
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS
@@ -139,6 +140,11 @@ def _training(result: Measured, with_ratios: bool) -> list[Part]:
         rows = result["max_recv_rows"]
         static = f"; static: {rows} received rows" if rows is not None else ""
         head = f"{model_sizes(result)}, {result['tokens']} tokens a step{static}"
+        if result["load"] is not None:
+            routing = result["shape"]["routing"]
+            head += (
+                f"; {routing} routing, rows of the busiest rank {result['load']:.2f} of the mean"
+            )
     if result["error"]:
         return [head, f"nothing was measured: {result['error']}"]
     measured = [
@@ -148,7 +154,13 @@ def _training(result: Measured, with_ratios: bool) -> list[Part]:
     ]
     profiled = [subject for subject in measured if subject["kinds_us"]]
     busy = is_busy_known(result) and bool(profiled)
-    first = measured[0]["step"]["median_us"] if measured else 0.0
+    times = {subject["name"]: subject["step"]["median_us"] for subject in measured}
+    base = baseline(times) or next(iter(times), None)
+    rates = step_tflops(result) if with_ratios else {}
+    if published := result["shape"].get("published"):
+        head += f"; published: {published}"
+    if with_ratios and base is not None:
+        head += f"; speed: times as fast as {base.removeprefix('train:')}"
 
     def of_kind(kind: str, s: Measured) -> str:
         return _ms(s["kinds_us"][kind])
@@ -157,7 +169,8 @@ def _training(result: Measured, with_ratios: bool) -> list[Part]:
         "ms": lambda s: spread(s["step"], _ms),
         "turns": lambda s: " ".join(map(_ms, s["turns_us"])),
         "tokens/s": lambda s: f"{s['tokens_per_s']:,.0f}",
-        "speed": with_ratios and (lambda s: f"{first / s['step']['median_us']:.2f}"),
+        "TFLOP/s": with_ratios and (lambda s: f"{rates[s['name']]:.1f}"),
+        "speed": with_ratios and (lambda s: f"{times[base] / s['step']['median_us']:.2f}"),
         "busy": busy and (lambda s: f"{100 * busy_us(s) / s['step']['median_us']:.0f}%"),
         "host": bool(profiled) and (lambda s: _ms(s["host_us"])),
         "GB held": held,
@@ -203,10 +216,10 @@ def _notes(result: dict[str, Any]) -> list[tuple[Any, str]]:
          "Megatron's\" divides the sum by that of Megatron-Core's experts."),
         (trainings,
          "Training steps take milliseconds: the slowest rank's median and the 10th to the 90th "
-         "percentile; turns are the medians of two trainings in opposite orders; speed divides "
-         "the first subject's time by it. Loss is that of the last step compared with alltoall's; "
-         "apart the largest difference in nats, layer the relative one of the first MoE layer's "
-         "output or gradient."),
+         "percentile; turns are the medians of two trainings in opposite orders; TFLOP/s are of a "
+         "GPU, as Megatron-LM counts them; speed compares with the fastest of Megatron-Core's own. "
+         "Loss is that of the last step compared with alltoall's; apart the largest difference in "
+         "nats, layer the relative one of the first MoE layer's output or gradient."),
         *((each["fused_by"],
            "Layers add weight gradients to main_grad themselves, as in training; Megatron-Core's "
            f"output layer with a function of {each['fused_by']}, the same for all subjects.")

@@ -17,15 +17,14 @@ A replayed CUDA graph must give the bits of the same subject without graphs.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
-import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -33,10 +32,12 @@ import torch
 from benchmarks import catalogue
 from benchmarks.catalogue import CONTROL, Variant, known_variant
 from benchmarks.layer_model import initialize
-from benchmarks.result import KINDS, TrainingResult, TrainResult
-from benchmarks.shapes import TrainingShape
+from benchmarks.profiles import profile_steps, trace_path, trace_step
+from benchmarks.result import TrainingResult, TrainResult
+from benchmarks.shapes import BALANCED, TrainingShape
 from benchmarks.training_model import (
     EAGER_STEPS,
+    NUM_BATCHES,
     Curve,
     SubjectModel,
     Text,
@@ -58,28 +59,6 @@ ROUNDINGS = 6
 # How much losses and gradient norms may differ, relative to the value: fp32 by docs/convergence.md,
 # nats near 5.  A norm adds up squares of gradients, which differ by more.
 MOST_APART = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (5e-3, 5e-2)}
-# The number of profiled steps.
-PROFILED_STEPS = 2
-# Calls in which a host waits for its device.  A copy to ordinary memory waits too; the others of
-# its name take microseconds.
-WAITS = (
-    "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-    "cudaMemcpyAsync", "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize",
-)  # fmt: skip
-# Kinds of kernels by name: the first match decides.  `plan` is everything of this package's and of
-# NVIDIA's library that is neither dispatch nor combine; `permute` whatever reorders rows on their
-# own GPU: Megatron-Core's dispatchers without fused permute use torch's indexing.
-_RULES = (
-    ("dispatch", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*dispatch|dispatch_kernel"),
-    ("combine", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*combine|combine_kernel"),
-    ("plan", r"ncclep|nccl_ep|hybrid_ep|deep_ep"),
-    ("collectives", r"^nccl|nccl(dev)?kernel"),
-    ("attention", r"flash|fmha|sdpa|attention|attn|cudnn::fusion|rope|scaled_.*softmax"),
-    ("permute", r"permute|row_id_map|chunk_sort|sort_chunks"),
-    ("GEMM", r"gemm|gemv|nvjet|cutlass|xmma|splitk|grouped_mm|matmul"),
-    ("permute", r"index(?!ed)|scatter|gather(?!topk)|sort|nonzero|deviceselect"),
-    ("optimizer", r"multi_tensor|adam"),
-)
 
 
 @dataclass
@@ -101,6 +80,9 @@ class TrainingRun:
     def __init__(self, ranks: Ranks, job: Job, shape: TrainingShape) -> None:
         self._ranks, self._job, self._shape = ranks, job, shape
         self._settings = shape.settings(ranks.num_ranks)
+        # After the shape's `trained_steps`, if any: what subjects begin with, and the loss before.
+        self._start: dict[str, torch.Tensor] | None = None
+        self._first_loss = 0.0
 
     def run(self) -> TrainingResult:
         """Measure them.  Collective."""
@@ -118,13 +100,19 @@ class TrainingRun:
         if able := [entry for entry in entries if entry.result.status == "ok"]:
             ranks.step("text")
             initialize(ranks.setting)
-            text = load_text(settings, ranks, Path(self._job.out) / "data")
-            result.text = text.source
+            text = load_text(
+                settings, ranks, Path(self._job.out) / "data",
+                NUM_BATCHES + self._shape.trained_steps, self._shape.vocab_size,
+            )  # fmt: skip
+            result.text, result.vocab_size = text.source, text.vocab_size
             self._measure(able, text, result)
         return result
 
     def _measure(self, entries: list[_Entry], text: Text, result: TrainingResult) -> None:
         """Check and time subjects, and summarise them over the ranks."""
+        if steps := self._shape.trained_steps:
+            self._train_start(text)
+            text = dataclasses.replace(text, steps=text.steps[steps:])  # the others are not new
         control = next((entry for entry in entries if entry.choice.name == CONTROL), None)
         if control is None:  # all are compared with it, measured or not
             control = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
@@ -139,10 +127,25 @@ class TrainingRun:
                 if entry.result.status == "ok":
                     self._turn(entry, text, turn)
         curve = _curve_of(control)
-        result.fused_by = control.fused_by
+        result.fused_by, result.load = control.fused_by, curve.load
         for entry in entries:
             if entry.result.status == "ok":
                 self._finish(entry, curve, result.tokens)
+
+    def _train_start(self, text: Text) -> None:
+        """Train the control, and keep its weights, on the CPU, for all subjects to begin with."""
+        steps, values = self._shape.trained_steps, {}
+
+        def train(model: SubjectModel) -> None:
+            for _ in range(steps - CHECKED_STEPS):
+                model.step()
+                self._ranks.deadline()
+            values.update({name: value.cpu().clone() for name, value in model.values().items()})
+
+        first = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
+        with mock.patch.dict(os.environ, DETERMINISTIC):
+            self._train(first, first.choice, text, f"{steps} steps before all others", train)
+        self._first_loss, self._start = _curve_of(first).losses[0], values
 
     def _check_bits(self, entry: _Entry, text: Text) -> None:
         """Compare a subject that has graphs with itself without them, bit by bit."""
@@ -169,6 +172,8 @@ class TrainingRun:
             entry.times.append(ranks.timer.consecutive(model.step, asked.samples))
             ranks.deadline()
             first, last = _curve_of(entry).losses[0], float(model.loss)
+            if self._start is not None:  # later losses differ more from batch to batch
+                first = self._first_loss
             if not last < first:  # also true of a NaN
                 entry.trouble = f"loss {last!r} after timing, and {first!r} in the first step"
             if dropped := catalogue.dropped_problem(model.num_dropped, asked.max_recv_rows):
@@ -178,6 +183,12 @@ class TrainingRun:
                 result.num_parameters = sum(weight.numel() for weight in model.gpt.parameters())
                 if ranks.on_gpu:
                     entry.profile = profile_steps(model.phases)
+                if asked.trace:
+                    path = trace_path(
+                        Path(asked.out), f"{self._shape.name} {result.name}", ranks.rank
+                    )
+                    ranks.gather(None)  # so that all begin together
+                    trace_step(model.phases, path)
 
         self._train(entry, entry.choice, text, f"turn {turn + 1}", measure)
 
@@ -196,7 +207,11 @@ class TrainingRun:
 
         def make() -> None:
             with excused(*choice.dispatcher.excuses):
-                models.append(SubjectModel(choice, self._settings, setting, text, max_recv_rows))
+                made = SubjectModel(
+                    choice, self._settings, setting, text, max_recv_rows,
+                    self._shape.routing == BALANCED, self._start,
+                )  # fmt: skip
+                models.append(made)
             entry.fused_by = models[0].fused_by
 
         def use() -> None:
@@ -308,85 +323,3 @@ def _weights_problem(curve: Curve, other: Curve) -> str | None:
         if sums != other.weights[name]:
             return f"{name} starts from other values than in the other run"
     return None
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Time in which one kernel runs, or one call of the host lasts."""
-
-    name: str  # of the kernel or call
-    start: float  # microseconds
-    end: float
-    kind: str = "rest"  # one of `KINDS`; of a kernel only
-
-
-def kernel_kind(kernel: str, in_optimizer: bool = False) -> str:
-    """The kind of a kernel by name; all but collectives of the optimizer's are its own."""
-    matches = (kind for kind, rule in _RULES if re.search(rule, kernel, re.IGNORECASE))
-    kind = next(matches, "rest")
-    return "optimizer" if in_optimizer and kind != "collectives" else kind
-
-
-def time_shares(intervals: Iterable[Interval]) -> dict[str, float]:
-    """Divide the time in which anything runs among the kinds; microseconds.
-
-    Where n intervals overlap, each gets one n-th of the time, so that the sum is the time in which
-    the device was busy.  Example: GEMM from 0 to 10 and dispatch from 8 to 12 make 9 and 3.
-    """
-    ends = [end for i in intervals for end in ((i.start, 1, i.kind), (i.end, -1, i.kind))]
-    found, running = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
-    before = 0.0
-    for now, change, kind in sorted(ends, key=lambda end: end[0]):
-        total = sum(running.values())
-        for name, count in running.items():
-            if count:
-                found[name] += (now - before) * count / total
-        running[kind] += change
-        before = now
-    return found
-
-
-def profile_steps(phases: list[tuple[Callable[[], Any], bool]]) -> tuple[dict[str, float], float]:
-    """Profile training steps on one rank, waiting for the device after each phase of a step.
-
-    Kernels take as long with the profiler as without, a host's calls a little longer.  So the
-    device's time is compared with steps that were timed without it.
-
-    Returns:
-        the mean of `PROFILED_STEPS` steps in microseconds: kind of kernel -> its share of the time
-        in which the device was busy; and how long the host queues a step without waiting.
-    """
-    kinds, host_us = dict.fromkeys(KINDS, 0.0), 0.0
-    for _ in range(PROFILED_STEPS):
-        for call, is_optimizer in phases:
-            kernels, waits, elapsed_us = _record(call, is_optimizer)
-            for kind, share in time_shares(kernels).items():
-                kinds[kind] += share / PROFILED_STEPS
-            host_us += (elapsed_us - sum(time_shares(waits).values())) / PROFILED_STEPS
-    return kinds, host_us
-
-
-def _record(
-    call: Callable[[], Any], is_optimizer: bool
-) -> tuple[list[Interval], list[Interval], float]:
-    """Record one call: the device's kernels, the host's waits, and the host's microseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    # The device's activities and the host's calls of CUDA; no operators, which would cost more.
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        start = time.perf_counter()
-        call()
-        elapsed_us = (time.perf_counter() - start) * 1e6
-        torch.cuda.synchronize()
-    kernels, waits = [], []
-    for event in sorted(recorded.events() or (), key=lambda event: event.time_range.start):
-        name, (begin, end) = event.name, (event.time_range.start, event.time_range.end)
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            kernels.append(Interval(name, begin, end, kernel_kind(name, is_optimizer)))
-        elif name in WAITS:
-            waits.append(Interval(name, begin, end))
-    # The final wait of this function and the profiler; no step ends with one.
-    while waits and waits[-1].name == "cudaDeviceSynchronize":
-        waits.pop()
-    return kernels, waits, elapsed_us

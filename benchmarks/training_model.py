@@ -10,12 +10,14 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
 
+from benchmarks import routers
 from benchmarks.catalogue import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
 from benchmarks.layer_model import close_dispatcher
 from megatron_ncclep.benchmark import Setting, UnavailableError
@@ -56,10 +58,16 @@ class Curve:
     gradient: torch.Tensor  # and of these, for a given gradient of the output
     losses: list[float]  # the mean loss of each of the first steps
     grad_norms: list[float]
+    load: float = 1.0  # of the busiest rank in the first step, in multiples of the mean
 
 
-def load_text(settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES) -> Text:
+def load_text(
+    settings: Settings, ranks: Ranks, folder: Path, num_steps: int = NUM_BATCHES,
+    vocab_size: int | None = None,
+) -> Text:  # fmt: skip
     """Make the corpus in `folder` and read the batches of `num_steps` steps.  Collective.
+
+    `vocab_size`: that of the model, if it is not the text's.
 
     Raises:
         RuntimeError: the text is too short, or the folder cannot be written to.
@@ -76,12 +84,17 @@ def load_text(settings: Settings, ranks: Ranks, folder: Path, num_steps: int = N
     dataset, _ = data.build_datasets(folder, settings, num_steps, 1, settings["seed"])
     device = torch.device(ranks.setting.device)
     steps = [data.batches(dataset, settings, n, *where, device) for n in range(num_steps)]
-    padded = -(-found.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    padded = -(-(vocab_size or found.vocab_size) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return Text(found.source, padded, steps)
 
 
 class SubjectModel(TrainedModel):
     """One subject's model, its optimizer and its graphs.  Every method is collective.
+
+    Args:
+        max_recv_rows: of a static subject.
+        balanced: routing is even, see `routers.balance`.
+        start: `values` that it begins with, instead of Megatron's initialization.
 
     Attributes:
         fused_by: whose function adds the output layer's weight gradients to main_grad, see
@@ -95,7 +108,8 @@ class SubjectModel(TrainedModel):
 
     def __init__(
         self, choice: Variant, settings: Settings, setting: Setting, text: Text,
-        max_recv_rows: Any,
+        max_recv_rows: Any, balanced: bool = False,
+        start: dict[str, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         on_gpu = setting.device == "cuda"
         # On a GPU with a tracker that CUDA graphs can hold.
@@ -113,12 +127,20 @@ class SubjectModel(TrainedModel):
         config = transformer_config(
             settings, choice.dispatcher.dispatcher, setting.num_ranks, options,
             **fused, **choice.dispatcher.options, **graph_fields(choice.graphs),
+            **({"moe_router_fusion": True} if choice.router_fusion else {}),
         )  # fmt: skip
         super().__init__(
             settings, config, text.vocab_size, torch.device(setting.device),
-            _wrapping_stream(choice.graphs), distributed=True,
+            wrapping_stream(choice.graphs, on_gpu), distributed=True,
             **_optimizer_fields(choice.optimizer_graph),
         )  # fmt: skip
+        if balanced:
+            tokens = settings["seq-length"] * settings["micro-batch-size"]
+            routers.balance(self.gpt, tokens, setting.rank)
+        if start is not None:
+            for name, value in self.values().items():
+                value.copy_(start[name])
+            self.optimizer.reload_model_params()
         self._graphs = _Graphs(choice, self, setting.num_ranks)
         self._batches, self._done = text.steps, 0
 
@@ -150,13 +172,23 @@ class SubjectModel(TrainedModel):
         """Train `count` steps from the start and record the results."""
         weights = self._weights()
         output, gradient = self._first_layer()
-        losses, grad_norms = [], []
-        for _ in range(count):
-            self.step()
+        losses, grad_norms, load = [], [], 0.0
+        for step in range(count):
+            if step == 0:
+                with routers.watched(self.gpt) as counts:
+                    self.step()
+                load = routers.load_of_busiest(counts)
+            else:
+                self.step()
             losses.append(float(self.loss))
             grad_norms.append(float(self.grad_norm))
             after_each()
-        return Curve(weights, output, gradient, losses, grad_norms)
+        return Curve(weights, output, gradient, losses, grad_norms, load)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank by name, which may be written to."""
+        named = chain(self.gpt.named_parameters(), self.gpt.named_buffers())
+        return {name: value.detach() for name, value in named}
 
     def close(self, engines: bool = True) -> None:
         """Release the graphs, the memory and, if nothing has failed, the engines."""
@@ -194,8 +226,10 @@ class SubjectModel(TrainedModel):
         return output.detach().cpu(), gradient.cpu()
 
     def _weights(self) -> dict[str, tuple[float, float]]:
+        # Without copies in fp64, for which a model that fills the memory leaves no room.
+        wide = {"dtype": torch.float64}
         return {
-            name: (float(weight.double().sum()), float(weight.double().abs().sum()))
+            name: (float(weight.sum(**wide)), float(weight.abs().sum(**wide)))
             for name, weight in self.gpt.named_parameters()
         }
 
@@ -267,15 +301,21 @@ def graph_fields(graphs: str | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _wrapping_stream(graphs: str | None) -> Iterator[None]:
-    """The stream that DistributedDataParallel's hooks remember: that of the whole graph."""
+def wrapping_stream(graphs: str | None, on_gpu: bool) -> Iterator[None]:
+    """The stream that DistributedDataParallel's hooks remember, as in megatron.training.
+
+    That of the whole graph, or else one of their own: the default stream must not wait for one that
+    captures, which hooks that remember it would have it do.
+    """
     from megatron.core import full_cuda_graph
 
+    whole = graphs == FULL_ITERATION
     # Before 0.18 there is none.
-    if graphs != FULL_ITERATION or not hasattr(full_cuda_graph, "get_shared_capture_stream"):
+    if not on_gpu or (whole and not hasattr(full_cuda_graph, "get_shared_capture_stream")):
         yield
         return
-    stream, current = full_cuda_graph.get_shared_capture_stream(), torch.cuda.current_stream()
+    stream = full_cuda_graph.get_shared_capture_stream() if whole else torch.cuda.Stream()
+    current = torch.cuda.current_stream()
     stream.wait_stream(current)  # which initializes the weights that are copied
     with torch.cuda.stream(stream):
         yield
@@ -314,7 +354,11 @@ class _Graphs:
 
     def before_step(self, step: int) -> None:
         if self._partial is not None and step == EAGER_STEPS:
-            self._partial.create_cudagraphs()
+            try:
+                self._partial.create_cudagraphs()
+            except BaseException:
+                _abandon_capture()
+                raise
             self._captured = self._partial
 
     def close(self) -> None:
@@ -339,6 +383,16 @@ def clear_full_iteration() -> None:
     for name, nothing in (("cuda_graph", None), ("result", None), ("curr_iteration", 0)):
         getattr(FullCudaGraphWrapper, name).update(training=nothing, validation=nothing)
     StaticBufferLoader.static_buffers = {"training": [], "validation": []}
+
+
+def _abandon_capture() -> None:
+    """Let the subjects after one whose capture failed run: Megatron-Core leaves all of this set."""
+    from megatron.core.transformer import cuda_graphs
+
+    cuda_graphs._set_capture_end()
+    if cuda_graphs.HAVE_TE_GRAPHS:
+        cuda_graphs.te_set_capture_end()
+    gc.unfreeze()
 
 
 def _partial_graphs(model: TrainedModel, num_ranks: int) -> Any:

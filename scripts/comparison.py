@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import figures
-from results import RESULTS, Subjects, measured_on, read, step_tflops, subjects, table
+from results import RESULTS, Subjects, measured_on, read, subjects, table
 
+from benchmarks.catalogue import baseline, known_variant
+from benchmarks.flops import step_tflops
+from benchmarks.table import busy_us, is_busy_known
 from megatron_ncclep.benchmark import STEPS
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS
 
@@ -17,28 +20,30 @@ SHAPES = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b")
 OURS = "native"
 _, *PARTS = STEPS  # without plan, which only some have
 TE = "nccl_ep_library:transformer-engine"
-# Rows of the tables of sums: the run, the subject, and its name where the table has another.
-PASSES = [
-    ("hybridep", OURS, ""), ("deepep", "native@24", ""),
-    ("deepep", "deepep", ""), ("deepep", "deepep@24", ""),
-    ("hybridep", "hybridep", ""), ("hybridep", "hybridep:fused", ""),
-    # With 24 SMs it is slower with every model.
-    ("deepep", "nccl_ep_library", "NVIDIA's, of nccl-extensions"),
-    ("te-library", TE, "NVIDIA's, of TransformerEngine"),
-    ("te-library", f"{TE}+pull_push", "the same, `+pull_push`"),
-    ("te-library", f"{TE}+pull_push@24", "the same, `+pull_push`, 24 SMs"),
+
+
+def settings(*names: str) -> tuple[str, ...]:
+    """These subjects with their own choice of SMs, and with others."""
+    return tuple(name + sms for name in names for sms in ("", "@16", "@24", "@32"))
+
+
+# Rows of the tables of sums: the run, subjects of which the fastest counts, and their name.
+Row = tuple[str, Sequence[str], str]
+PASSES: list[Row] = [
+    ("hybridep", (OURS,), f"`{OURS}`"), ("deepep", ("native@24",), "`native@24`"),
+    ("deepep", settings("deepep", "deepep:no_overlap"), "DeepEP V2"),
+    ("hybridep", settings("hybridep", "hybridep:fused"), "HybridEP"),
+    ("deepep", settings("nccl_ep_library"), "NVIDIA's, of nccl-extensions"),
+    ("te-library", settings(TE, f"{TE}+pull_push"), "NVIDIA's, of TransformerEngine"),
 ]  # fmt: skip
 DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
                "alltoall", "alltoall_fused")  # fmt: skip
-LAYERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
-          "alltoall_fused", "ncclep:native:grouped",
-          "ncclep:native:grouped:full_iteration")  # fmt: skip
 # Asked for, and named in the results with the reason why they have no times.
 FAILING = ("flex_ncclep", "gpt-oss-120b: deepep")
-# Bars of the figure: the fastest of a library's subjects, the beginnings of whose names are here.
+# Bars of the figure, and how the names of their rows begin.
 BARS = {
-    "native": "native", "DeepEP V2": "deepep", "HybridEP": "hybridep",
-    "NVIDIA's libnccl_ep": "nccl_ep_library",
+    OURS: f"`{OURS}", "DeepEP V2": "DeepEP", "HybridEP": "Hybrid",
+    "NVIDIA's libnccl_ep": "NVIDIA",
 }  # fmt: skip
 
 
@@ -59,41 +64,75 @@ def of_shapes(num_gpus: int, run: str) -> dict[str, Subjects]:
     return subjects(result(num_gpus, run), "shapes")
 
 
-def times(
-    num_gpus: int, rows: Sequence[tuple[str, str, str]], base: str, limit: Sequence[str]
-) -> str:
+def fastest(num_gpus: int, run: str, names: Sequence[str], shape: str) -> tuple[str, float] | None:
+    """The fastest of these subjects and its sum; None if the run has none of them."""
+    of = of_shapes(num_gpus, run)[shape]
+    there = [(name, float(of[name]["sum_us"])) for name in names if name in of]
+    return min(there, key=lambda each: each[1], default=None)
+
+
+def times(num_gpus: int, rows: Sequence[Row], base: str, limit: Sequence[str]) -> str:
     """The sums of subjects for each shape, and how many times the one of `base` in the same run.
 
     `limit`: the last row, which says what bounds them.
     """
 
-    def cell(run: str, name: str, shape: str) -> str:
-        of = of_shapes(num_gpus, run)[shape]
-        if name not in of:
+    def cell(run: str, names: Sequence[str], shape: str) -> str:
+        if (found := fastest(num_gpus, run, names, shape)) is None:
             return "-"
-        us = of[name]["sum_us"]
-        return f"{us:,.0f}" if name == base else f"{us:,.0f} ({us / of[base]['sum_us']:.2f})"
+        name, us = found
+        if name == base:
+            return f"{us:,.0f}"
+        setting = name.removeprefix(names[0])
+        of_base = us / of_shapes(num_gpus, run)[shape][base]["sum_us"]
+        return f"{us:,.0f} ({of_base:.2f})" + f" `{setting}`" * bool(setting)
 
-    lines = [
-        [title or f"`{name.removeprefix('layer:')}`", *(cell(run, name, s) for s in SHAPES)]
-        for run, name, title in rows
-    ]
+    lines = [[title, *(cell(run, names, s) for s in SHAPES)] for run, names, title in rows]
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
 
 
-def steps(num_gpus: int) -> str:
-    """Training steps on so many GPUs."""
-    measured = result(num_gpus, "training")
-    (of,), (run,) = subjects(measured, "trainings").values(), measured["trainings"]
-    rates, rows = step_tflops(run, num_gpus), []
-    base = of[f"train:{LAYERS[0]}"]["step"]["median_us"]
-    for name in LAYERS:
-        found = of[f"train:{name}"]
-        us, turns = found["step"]["median_us"], found["turns_us"]
-        each = " and ".join(f"{turn / 1000:.1f}" for turn in turns)
-        rows.append([f"`{name}`", f"{us / 1000:.1f} ({us / base:.2f})", each,
-                     f"{found['tokens_per_s']:,.0f}", f"{rates[f'train:{name}']:.0f}"])  # fmt: skip
-    return table(["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"], rows)
+def ours_last(names: Iterable[str]) -> list[str]:
+    """Layers or trainings, Megatron-Core's first."""
+    return sorted(names, key=lambda name: known_variant(name).ours)
+
+
+def speed(us: Mapping[str, float], name: str) -> str:
+    """How many times as fast as the fastest of Megatron-Core's a subject is, in brackets."""
+    base = baseline(us)
+    return " (**1**)" if name == base else f" ({us[base] / us[name]:.2f})" if base else ""
+
+
+def layers(num_gpus: int) -> str:
+    """Whole layers on so many GPUs."""
+    us = {shape: {name: s["sum_us"] for name, s in of.items()}
+          for shape, of in of_shapes(num_gpus, "layers").items()}  # fmt: skip
+    rows = [
+        [f"`{name.removeprefix('layer:')}`",
+         *(f"{us[s][name]:,.0f}{speed(us[s], name)}" for s in SHAPES)]
+        for name in ours_last(us[SHAPES[0]])
+    ]  # fmt: skip
+    gemms = limits(num_gpus, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
+                   lambda one: sum(one["products_us"].values()))  # fmt: skip
+    return table(["us", *(f"{shape}:" for shape in SHAPES)], [*rows, gemms])
+
+
+def steps(measured: dict[str, Any]) -> str:
+    """The training steps of a result; on one GPU also how busy that is."""
+    rows, trainings = [], measured["trainings"]
+    busy = all(map(is_busy_known, trainings))
+    for run, of in zip(trainings, subjects(measured, "trainings").values(), strict=True):
+        us, rates = {name: s["step"]["median_us"] for name, s in of.items()}, step_tflops(run)
+        which = f"{run['shape']['name']}: " * (len(trainings) > 1)
+        for name in ours_last(of):
+            each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
+            rows.append([
+                f"{which}`{name.removeprefix('train:')}`",
+                f"{us[name] / 1000:.1f}{speed(us, name)}", each,
+                f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}",
+                *([f"{100 * busy_us(of[name]) / us[name]:.0f}"] if busy else []),
+            ])  # fmt: skip
+    head = ["", "ms:", "in two turns:", "tokens/s:", "TFLOP/s of a GPU:"]
+    return table(head + ["GPU busy, %:"] * busy, rows)
 
 
 def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) -> list[str]:
@@ -104,14 +143,11 @@ def limits(num_gpus: int, run: str, what: str, us_of: Callable[[Any], float]) ->
 
 def tables() -> dict[str, str]:
     """The tables by name."""
-    hooks = [("hybridep", name, "") for name in DISPATCHERS]
-    layers = [("layers", f"layer:{name}", "") for name in LAYERS]
-    gemms = limits(4, "layers", f"the experts' GEMMs at {PEAK_TFLOPS:.0f} TFLOP/s",
-                   lambda one: sum(one["products_us"].values()))  # fmt: skip
+    hooks: list[Row] = [("hybridep", (name,), f"`{name}`") for name in DISPATCHERS]
     links = {gpus: limits(gpus, "hybridep", "the links' time", links_us) for gpus in (4, 2)}
-    made = {"hooks on 4 GPUs": times(4, hooks, hooks[0][1], links[4]),
-            "layers on 4 GPUs": times(4, layers, layers[0][1], gemms),
-            "training on 4 GPUs": steps(4)}  # fmt: skip
+    made = {"hooks on 4 GPUs": times(4, hooks, DISPATCHERS[0], links[4]),
+            "layers on 4 GPUs": layers(4),
+            "training on 4 GPUs": steps(result(4, "training"))}  # fmt: skip
     for gpus, limit in links.items():
         made[f"libraries on {gpus} GPUs"] = times(gpus, PASSES, OURS, limit)
     return made
@@ -125,11 +161,8 @@ def figure() -> str:
         shape = one["shape"]["name"]
         bars: list[tuple[str, float | None]] = []
         for title, begin in BARS.items():
-            us = [
-                found["sum_us"]
-                for run, name, _ in PASSES
-                if name.startswith(begin) and (found := of_shapes(4, run)[shape].get(name))
-            ]
-            bars.append((title, min(us, default=None)))
+            rows = [(run, names) for run, names, name in PASSES if name.startswith(begin)]
+            found = [fastest(4, run, names, shape) for run, names in rows]
+            bars.append((title, min((each[1] for each in found if each), default=None)))
         groups.append((shape, links_us(one), bars))
     return figures.libraries(groups, measured_on(measured))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 INK, MUTED, LINE, PAPER = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff"
-GREY, BLUES = "#9aa5b1", ("#8fc1e3", "#4b93c7", "#17609b")
+GREY, BLUES = "#9aa5b1", ("#bcdcf0", "#8fc1e3", "#4b93c7", "#17609b")
 
 
 @dataclass
@@ -69,15 +69,15 @@ def gains(groups: Sequence[tuple[str, Sequence[Bar]]], parts: Sequence[str], mea
 
     Args:
         groups: headings, with the bars below them; speeds grow from addition to addition.
-        parts: names of the baseline and the additions, for the legend.
+        parts: names of the baseline and of at most four additions, for the legend.
         measured: the machine and versions of the measurements, one line.
     """
     left, unit = 176, 50  # a bar's start, and the baseline's length
     colours = (GREY, *BLUES)
     bars = sum(len(each) for _, each in groups)
     canvas = Canvas(640, 84 + 30 * bars + 30 * len(groups) + 34, "What makes ncclep faster")
-    canvas.text(20, 30, "Times as fast as Megatron's alltoall", 16, bold=True)
-    for number, (part, colour) in enumerate(zip(parts, colours, strict=True)):
+    canvas.text(20, 30, "Times as fast as Megatron-Core's fastest", 16, bold=True)
+    for number, (part, colour) in enumerate(zip(parts, colours, strict=False)):
         x, y = 20 + 300 * (number % 2), 46 + 20 * (number // 2)
         canvas.rect(x, y, 12, 12, colour)
         canvas.text(x + 18, y + 11, part, 12.5)
@@ -120,7 +120,7 @@ def libraries(
         for number, (name, us) in enumerate(each):
             canvas.text(left - 8, y + 15, name, 12.5, at="end")
             length = 0.0 if us is None else unit * us / limit
-            canvas.rect(left, y, length, 20, BLUES[2] if number == 0 else GREY, r=0)
+            canvas.rect(left, y, length, 20, BLUES[-1] if number == 0 else GREY, r=0)
             times = "" if us is None else f"{us:,.0f} us, {us / limit:.2f} times as long"
             canvas.text(left + length + 6, y + 15, times or "refuses this shape", 12.5)
             y += 26

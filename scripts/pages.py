@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import posixpath
 import re
 import sys
@@ -23,8 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import comparison  # noqa: E402
 import figures  # noqa: E402
-from results import RESULTS, measured_on, read, step_tflops, table  # noqa: E402
+from results import RESULTS, measured_on, read  # noqa: E402
 
+from benchmarks.catalogue import baseline  # noqa: E402
+from benchmarks.flops import step_tflops  # noqa: E402
 from megatron_ncclep import envs  # noqa: E402
 from megatron_ncclep.benchmark.result import PEAK_TFLOPS  # noqa: E402
 from megatron_ncclep.config import EpConfig  # noqa: E402
@@ -32,13 +35,11 @@ from megatron_ncclep.config import EpConfig  # noqa: E402
 TRAINING = RESULTS / "2026-11-24-1xH100-training" / "bench.json"
 
 # Subjects of layers and trainings, and their names in README.md's picture.
-BASELINE = "alltoall_fused"
-OURS = "ncclep:native"
 ADDED = {
-    BASELINE: "alltoall, fused permutation",
-    OURS: "+ ncclep as dispatcher",
-    f"{OURS}:grouped": "+ grouped experts",
-    f"{OURS}:grouped:full_iteration": "+ one CUDA graph",
+    "ncclep:native": "ncclep as dispatcher",
+    "ncclep:native:grouped": "+ grouped experts",
+    "ncclep:native:grouped:partial_graphs": "+ partial CUDA graphs",
+    "ncclep:native:grouped:full_iteration": "+ one CUDA graph",
 }
 DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
 
@@ -47,52 +48,42 @@ LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
 
 
 def layer_tflops(result: dict[str, Any]) -> dict[str, float]:
-    """The experts' GEMMs of a layer, in TFLOP/s of a GPU, by the subject in `ADDED`."""
-    us = {s["name"]: s["sum_us"] for s in result["subjects"]}
+    """The experts' GEMMs of a layer, in TFLOP/s of a GPU, by the name of a subject."""
     least = PEAK_TFLOPS * sum(result["products_us"].values())
-    return {name: least / us[f"layer:{name}"] for name in ADDED}
+    return {s["name"]: least / s["sum_us"] for s in result["subjects"] if s["sum_us"]}
 
 
 def gains() -> str:
     """README.md's picture: training steps on 4 and 2 GPUs, and layers on 4."""
-
-    def bar(what: str, rates: dict[str, float], more: str = "") -> figures.Bar:
-        speeds = [rate / rates[BASELINE] for rate in rates.values()]
-        first, *_, last = rates.values()
-        return what, speeds, f"{speeds[-1]:.2f}x: {first:.0f} to {last:.0f}{more}"
-
-    steps = []
-    for num_gpus in (4, 2):
-        (run,) = comparison.result(num_gpus, "training")["trainings"]
-        all_rates = step_tflops(run, num_gpus)
-        rates = {name: all_rates[f"train:{name}"] for name in ADDED}
-        first, *_, last = (100 * rate / DENSE_TFLOPS for rate in rates.values())
-        steps.append(bar(f"{num_gpus} GPUs", rates, f" ({first:.0f} to {last:.0f} %)"))
+    trained = [(n, *comparison.result(n, "training")["trainings"]) for n in (4, 2)]
     layers = comparison.result(4, "layers")
+    steps = [(f"{num_gpus} GPUs", step_tflops(run)) for num_gpus, run in trained]
+    rates = [(one["shape"]["name"], layer_tflops(one)) for one in layers["shapes"]]
+    measured = {name.partition(":")[2] for _, of in (*steps, *rates) for name in of}
+    added = [name for name in ADDED if name in measured]
+
+    def bar(what: str, of: dict[str, float], peak: float | None = None) -> figures.Bar:
+        base = str(baseline({name: 1 / rate for name, rate in of.items()}))
+        kind, _, theirs = base.partition(":")
+        ours = [of.get(f"{kind}:{name}", 0.0) for name in added]
+        # What is not faster than the one before it has no part of the bar.
+        speeds = [rate / of[base] for rate in itertools.accumulate([of[base], *ours], max)]
+        said = f"{ours[-1] / of[base]:.2f}x {theirs}: {of[base]:.0f} to {ours[-1]:.0f}"
+        share = (
+            ""
+            if peak is None
+            else f" ({100 * of[base] / peak:.0f} to {100 * ours[-1] / peak:.0f} %)"
+        )
+        return what, speeds, said + share
+
     groups = [
-        ("Training step, GPT of 1.9 billion parameters: TFLOP/s of a GPU (MFU)", steps),
+        ("Training step, GPT of 1.9 billion parameters: TFLOP/s of a GPU (MFU)",
+         [bar(*step, DENSE_TFLOPS) for step in steps]),
         ("One MoE layer on 4 GPUs, forward and backward: TFLOP/s of a GPU",
-         [bar(one["shape"]["name"], layer_tflops(one)) for one in layers["shapes"]]),
+         [bar(*layer) for layer in rates]),
     ]  # fmt: skip
-    return figures.gains(groups, [*ADDED.values()], measured_on(layers))
-
-
-def steps_table(training: dict[str, Any]) -> str:
-    """The training steps on one GPU, in docs/performance.md."""
-    rows = []
-    for run in training["trainings"]:
-        rates = step_tflops(run, 1)
-        for subject in run["subjects"]:
-            name = subject["name"]
-            us, busy = subject["step"]["median_us"], sum(subject["kinds_us"].values())
-            rows.append([
-                run["shape"]["name"].replace("x", " x "), f"`{name.removeprefix('train:')}`",
-                f"{us / 1000:.1f}", f"{subject['tokens_per_s']:,.0f}",
-                f"{rates[name] / rates[f'train:{BASELINE}']:.2f}",
-                f"{rates[name]:.1f}", f"{100 * busy / us:.0f}",
-            ])  # fmt: skip
-    head = ["sequence x batch", "subject", "ms:", "tokens/s:", "times:", "TFLOP/s:", "GPU busy, %:"]
-    return table(head, rows)
+    parts = ["Megatron-Core's fastest, named at the bar", *(ADDED[name] for name in added)]
+    return figures.gains(groups, parts, measured_on(layers))
 
 
 def options_list() -> str:
@@ -117,7 +108,7 @@ def _quoted(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    parts = {"steps": steps_table(read(TRAINING)), "options": options_list(),
+    parts = {"steps": comparison.steps(read(TRAINING)), "options": options_list(),
              "variables": variables_list()}  # fmt: skip
     parts |= comparison.tables()
     drawn = {"gains": gains(), "libraries": comparison.figure()}

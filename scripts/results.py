@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flops import flops_per_token
-from megatron_ncclep.training.settings import Settings
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-VOCABULARY = 384  # of the trainings' text, padded; derived from their num_parameters
 
 Subjects = dict[str, dict[str, Any]]  # of one shape, by name
 
@@ -38,17 +34,6 @@ def subjects(result: dict[str, Any], kind: str) -> dict[str, Subjects]:
         one["shape"]["name"]: {s["name"]: s for s in one["subjects"] if s["status"] == "ok"}
         for one in result[kind]
     }
-
-
-def step_tflops(run: dict[str, Any], num_gpus: int) -> dict[str, float]:
-    """Megatron-LM's model FLOPs of a training's step, in TFLOP/s of a GPU, by the subject's name.
-
-    Only of subjects that ran.
-    """
-    settings = Settings.load(run["shape"]["model"], run["shape"]["changes"])
-    flops = flops_per_token(settings, VOCABULARY) / num_gpus
-    ran = [s for s in run["subjects"] if s["status"] == "ok"]
-    return {s["name"]: flops * s["tokens_per_s"] * 1e-12 for s in ran}
 
 
 def measured_on(result: dict[str, Any]) -> str:

@@ -77,6 +77,9 @@ def transformer_config(
         "moe_token_dispatcher_type": dispatcher,
         "expert_model_parallel_size": expert_parallel,
     }
+    if settings["multi-latent-attention"]:
+        # As Megatron-LM does: Megatron-Core's default is 512.
+        fields.setdefault("q_lora_rank", None)
     if settings["swiglu"]:
         fields["activation_func"] = torch.nn.functional.silu
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,11 @@ from megatron_ncclep.benchmark import Setting
 from megatron_ncclep.benchmark.shapes import Workload
 
 FFN = 48  # size of an expert
+
+
+def collectivex_folder() -> Path:
+    """Where CollectiveX's bench/ and configs/ are, if they are."""
+    return Path(sys.prefix) / "collectivex"
 
 
 def setting_of(context: RankContext) -> Setting:

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rank_pool import RankContext
 from stand_ins import setting_of
 
+from benchmarks import training_model
 from benchmarks.catalogue import known_variant
 from benchmarks.layer_model import initialize
+from benchmarks.profiles import Interval, kernel_kind, time_shares
 from benchmarks.result import KINDS
+from benchmarks.routers import even_experts
 from benchmarks.shapes import load
-from benchmarks.training import (
-    Interval,
-    bits_problem,
-    curve_problem,
-    kernel_kind,
-    time_shares,
-)
+from benchmarks.training import bits_problem, curve_problem
 from benchmarks.training_model import (
+    EAGER_STEPS,
     STAND_IN,
     Curve,
     SubjectModel,
     load_text,
     provide_fusion,
     wgrad_gemm_accum_fp32,
+    wrapping_stream,
 )
 from megatron_ncclep.benchmark.ranks import Ranks
 
@@ -63,6 +66,75 @@ def test_right_results_pass_and_models_go_when_they_are_closed(
     assert problem is None, problem
     assert control.losses[-1] < control.losses[0] - 0.05
     assert alive == [], alive
+
+
+# --- routing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "groups", "of_token"),
+    [(128, 8, 2, 1, 1), (128, 64, 6, 1, 1), (512, 256, 8, 8, 4), (30, 8, 4, 1, 1)],
+)
+def test_even_experts(tokens: int, experts: int, top_k: int, groups: int, of_token: int) -> None:
+    found = even_experts(tokens, experts, top_k, groups, of_token, seed=3)
+    assert found.shape == (tokens, top_k)
+    assert all(len(set(row)) == top_k for row in found.tolist())
+    assert all(len(set(row)) <= of_token for row in (found // (experts // groups)).tolist())
+    whole = found[: tokens // experts * experts]
+    assert whole.flatten().bincount(minlength=experts).unique().numel() == 1
+    assert torch.equal(found, even_experts(tokens, experts, top_k, groups, of_token, seed=3))
+    assert not torch.equal(found, even_experts(tokens, experts, top_k, groups, of_token, seed=4))
+
+
+class Models:
+    """Makes models of the smoke shape."""
+
+    def __init__(self, ctx: RankContext, folder: Path, **changes: Any) -> None:
+        (shape,) = load("smoke").trainings
+        shape = dataclasses.replace(shape, changes=shape.changes | changes)
+        self.settings, self.ranks = shape.settings(ctx.num_ranks), Ranks(ctx, 60, "test")
+        initialize(self.ranks.setting)
+        self.text = load_text(self.settings, self.ranks, folder, 2 * STEPS, vocab_size=1000)
+
+    def make(self, name: str, first_batch: int = 0, **how: Any) -> SubjectModel:
+        text = dataclasses.replace(self.text, steps=self.text.steps[first_batch:])
+        variant, setting = known_variant(name), self.ranks.setting
+        return SubjectModel(variant, self.settings, setting, text, None, **how)
+
+
+def test_balanced_routing_is_even_for_every_dispatcher(ctx: RankContext, tmp_path: Path) -> None:
+    models = Models(ctx, tmp_path)
+    assert models.text.vocab_size == 1024
+    curves = []
+    for name in ("train:alltoall", "train:ncclep:reference"):
+        model = models.make(name, balanced=True)
+        curves.append(model.first_steps(2, models.ranks.deadline))
+        router = next(m for m in model.gpt.modules() if type(m).__name__ == "TopKRouter")
+        assert router.weight.main_grad.abs().max() > 0, "it learns as any other"
+        model.close()
+    control, ours = curves
+    assert (control.load, ours.load) == (1.0, 1.0)
+    assert curve_problem(ours, control, models.settings["moe-router-topk"]) is None
+    models.ranks.close()
+
+
+def test_a_subject_begins_where_the_control_has_ended(ctx: RankContext, tmp_path: Path) -> None:
+    """With its optimizer, whose weights in fp32 are others than the model's in bf16."""
+    models = Models(ctx, tmp_path, bf16=True)
+    control = models.make("train:alltoall")
+    assert control.first_steps(STEPS, models.ranks.deadline).load > 1.0
+    start = {name: value.clone() for name, value in control.values().items()}
+    control.step()
+    again = models.make("train:alltoall", STEPS, start=start)
+    again.step()
+    assert float(again.loss) == pytest.approx(float(control.loss), rel=1e-3)
+    for name, value in again.values().items():
+        # Adam's first step is at most the learning rate, with the decay of weights near 1.
+        rate, spacing = models.settings["lr"], torch.finfo(torch.bfloat16).eps / 2
+        assert (value - start[name]).abs().max() < 1.2 * rate + spacing, name
+    control.close()
+    again.close()
+    models.ranks.close()
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -108,6 +180,78 @@ def test_graphs_must_give_the_bits() -> None:
     # A NaN is not equal to itself, and nothing to be content with.
     nothing = changed(losses=[5.0, float("nan")])
     assert "step 2: loss nan" in str(bits_problem(nothing, nothing))
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+class Streams:
+    """In place of CUDA's: which stream is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: Any = mock.Mock(name="default stream")
+        for name, value in (
+            ("Stream", lambda: mock.Mock(name="a stream of its own")),
+            ("current_stream", lambda: self.current), ("stream", self.within),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("graphs", [None, "partial_graphs", "full_iteration"])
+def test_hooks_remember_a_stream_that_may_capture(
+    ctx: RankContext, monkeypatch: pytest.MonkeyPatch, graphs: str | None
+) -> None:
+    """`alltoall_fused:partial_graphs` failed on every GPU: "operation would make the legacy stream
+    depend on a capturing blocking stream".  DDP had been made on the default stream.
+    """
+    from megatron.core import full_cuda_graph
+
+    shared = mock.Mock(name="the stream of the whole graph")
+    monkeypatch.setattr(full_cuda_graph, "get_shared_capture_stream", lambda: shared, raising=False)
+    streams = Streams(monkeypatch)
+    default = streams.current
+    with wrapping_stream(graphs, on_gpu=True):
+        inside = streams.current
+    assert inside is not default
+    assert (inside is shared) == (graphs == "full_iteration")
+    # The weights are there before they are copied, and the copies before the optimizer's.
+    inside.wait_stream.assert_called_once_with(default)
+    default.wait_stream.assert_called_once_with(inside)
+    assert streams.current is default
+    with wrapping_stream(graphs, on_gpu=False):
+        assert streams.current is default
+
+
+def test_a_capture_that_fails_leaves_nothing_to_the_next_subject(
+    ctx: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed capture the next subject with graphs failed in its first layer, "a shape
+    mismatch": Megatron-Core still took itself to be capturing, and returned rows for outputs.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    class Helper:
+        def create_cudagraphs(self) -> None:
+            gc.freeze()
+            cuda_graphs._set_capture_start()
+            raise RuntimeError("cannot be captured")
+
+    monkeypatch.setattr(training_model, "_partial_graphs", lambda *args: Helper())
+    variant = known_variant("train:alltoall:partial_graphs")
+    graphs = training_model._Graphs(variant, mock.Mock(), num_ranks=1)
+    for step in range(EAGER_STEPS):
+        graphs.before_step(step)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        graphs.before_step(EAGER_STEPS)
+    assert not cuda_graphs.is_graph_capturing()
+    assert gc.get_freeze_count() == 0
+    graphs.close()  # there are none to delete
 
 
 # --- weight gradients of the output layer ---------------------------------------------------------

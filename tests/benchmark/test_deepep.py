@@ -43,6 +43,7 @@ class Played:
     def __init__(self, work: Workload, **faults: Any) -> None:
         same = lambda *result: result  # noqa: E731
         self._work, self.sms = work, set[Any]()
+        self.options: dict[str, Any] = {}  # that it was made with
         self._faults = {"dispatch": same, "combine": same, **faults}
         self.get_theoretical_num_sms = lambda num_experts, num_topk: SMS
 
@@ -103,7 +104,11 @@ def subject_of(
     """The subject, and the buffer that it made."""
     work = Workload(case, RANK)
     played = Played(work, **faults)
-    made = lambda *args, **options: played  # noqa: E731
+
+    def made(*args: Any, **options: Any) -> Played:
+        played.options = options
+        return played
+
     installed(monkeypatch, ElasticBuffer=made, HybridEPBuffer=made)
     monkeypatch.setattr(deepep.dist, "all_reduce", lambda *args, **options: None)
     group: Any = SimpleNamespace()
@@ -122,6 +127,7 @@ def test_rows_may_lie_in_any_order_within_an_expert(
     if name.startswith("deepep"):
         assert played.sms == {24 if "@" in name else SMS}
         assert subject.sms == f"{24 if '@' in name else SMS}, all"
+        assert played.options["prefer_overlap_with_compute"] == (name != "deepep:no_overlap")
 
 
 def swapped(rows: torch.Tensor) -> torch.Tensor:

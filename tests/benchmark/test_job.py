@@ -68,6 +68,8 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
         (f"shapes: [{GOOD}]\ntrainings: [{TINY}]", "a different name"),
         (f"trainings: [{TINY[:-1]}, steps: 3}}]", "training a: unknown key 'steps'"),
         (f"trainings: [{TINY[:-1]}, microbatches: 0}}]", "microbatches 0: must be >= 1"),
+        (f"trainings: [{TINY[:-1]}, routing: even}}]", "routing 'even': one of natural, balanced"),
+        (f"trainings: [{TINY[:-1]}, on_ranks: 4}}]", "on_ranks 4: must be numbers of ranks"),
         (f"trainings: [{TINY[:-1]}, changes: {{global-batch-size: 4}}}}]", "leave it out"),
         (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
         (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3: one of 1, 16"),
@@ -110,6 +112,8 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--config training --subjects reference", "training has trainings only"),
         ("--device cpu --subjects train:alltoall", "modules, which need a GPU"),
         ("--device cuda", "no GPU is visible"),
+        ("--smoke --trace", "--trace is for trainings on GPUs"),
+        ("--smoke --shape smoke", "--shape smoke: the file has smoke-fp32; smoke-bf16; smoke-tr"),
         ("--device cpu", "models takes hours on a CPU: give --smoke"),
         ("--smoke --ranks 16 --subjects train:alltoall", "training smoke-train: 8 experts cannot"),
         ("--smoke --max-recv-rows 64 --subjects layer:ncclep:native", "no subject has a fixed"),
@@ -146,9 +150,10 @@ def test_refusals(tmp_path: Path, refused, words: str, message: str) -> None:
         ("train:alltoall:static", "dispatcher can be static"),
         ("train:alltoall:full_iteration", "write partial_graphs"),
         ("train:ncclep:native:full_iteration", "write grouped:full_it"),
-        ("train:ncclep:native:static:partial_graphs", "partial_graphs implies static: leave it"),
+        ("train:ncclep:native:grouped:static:full_iteration", "implies static: leave it out"),
         ("train:alltoall:partial_graphs", f"train:alltoall:partial_graphs: {CPU} partial_graphs"),
         ("train:alltoall:optimizer_graph", f"{CPU} optimizer_graph out"),
+        ("train:alltoall:router_fusion", "fused router needs a GPU: leave router_fusion out"),
     ],
 )
 def test_subjects_that_are_refused(refused, names: str, message: str) -> None:
@@ -233,6 +238,15 @@ def test_subjects_that_train_have_shapes_of_their_own() -> None:
     ]  # fmt: skip
     assert make("smoke", subjects=train).batches() == [[], list(job.trainings)]
     assert make("smoke", subjects="reference").trainings == ()
+    one = make("smoke", subjects="reference", shape="smoke-bf16")
+    assert [[shape.name for shape in batch] for batch in one.batches()] == [["smoke-bf16"]]
+
+
+def test_a_training_may_depend_on_the_number_of_ranks() -> None:
+    shape = shapes.TrainingShape("a", "tiny", {"num-layers": 3}, {2: {"num-layers": 2}})
+    assert shape.settings(2)["num-layers"] == 2
+    with pytest.raises(InputError, match="4 ranks: its sizes are for 2: give --ranks"):
+        shape.settings(4)
 
 
 def test_variants_of_a_training() -> None:
@@ -244,7 +258,9 @@ def test_variants_of_a_training() -> None:
         (f"{ours}:grouped:static", (True, True, True, None, False)),
         # Graphs need a fixed number of rows.
         (f"{ours}:grouped:{graph}", (True, True, True, graph, False)),
-        (f"{ours}:partial_graphs", (True, False, True, "partial_graphs", False)),
+        # These end before the dispatch: exact mode, as most people would use them.
+        (f"{ours}:partial_graphs", (True, False, False, "partial_graphs", False)),
+        (f"{ours}:grouped:static:partial_graphs", (True, True, True, "partial_graphs", False)),
         ("alltoall_fused:optimizer_graph", (False, False, False, None, True)),
         (f"{ours}:grouped:{graph}:optimizer_graph", (True, True, True, graph, True)),
     ):
@@ -255,6 +271,8 @@ def test_variants_of_a_training() -> None:
     assert (eager.graphs, eager.captures_optimizer, eager.optimizer_graph) == (None, False, True)
     assert (eager.static, eager.captured) == (True, None)
     assert known_variant("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
+    fused = known_variant("train:alltoall_fused:router_fusion:partial_graphs")
+    assert (fused.router_fusion, fused.graphs) == (True, "partial_graphs")
 
 
 def test_on_gpus_graphs_hold_what_is_measured() -> None:

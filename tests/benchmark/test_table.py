@@ -8,15 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
-from sample_result import SHAPE, sample_result
+from sample_result import SHAPE, sample_result, training_settings
 
 from benchmarks import plot
+from benchmarks.flops import flops_per_token
 from benchmarks.plot import draw
 from benchmarks.table import render
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.result import ShapeResult
 from megatron_ncclep.benchmark.shapes import Workload, tables_of
+from megatron_ncclep.training.settings import Settings
 
 
 def row(text: str, start: str) -> list[str]:
@@ -123,21 +125,40 @@ def test_numbers_of_training_steps() -> None:
     result = sample_result()
     text = render(result)
     assert row(text, "training steps")[1:] == [
-        "ms", "turns", "tokens/s", "speed", "busy", "host", "GB held", "loss", "apart", "layer",
-        "check",
+        "ms", "turns", "tokens/s", "TFLOP/s", "speed", "busy", "host", "GB held", "loss", "apart",
+        "layer", "check",
     ]  # fmt: skip
+    of_one_token = flops_per_token(Settings(training_settings()), 384)
     assert row(text, "alltoall_fused") == [
-        "alltoall_fused", "162.0", "160.0 164.0", "50,568", "1.00", "37%", "120.0", "41.0+0.3",
+        "alltoall_fused", "162.0", "160.0 164.0", "50,568", f"{of_one_token * 50568e-12:.1f}",
+        "1.00", "37%", "120.0", "41.0+0.3",
         "5.2500", "0.002", "0.004", "ok",
     ]  # fmt: skip
     graph = row(text, "ncclep:native:grouped:full_iteration")
-    assert graph[1:6] == ["65.5", "65.0 66.0", "125,069", "2.47", "92%"]
+    assert graph[1:4] == ["65.5", "65.0 66.0", "125,069"]
+    assert graph[5:7] == ["2.47", "92%"]
     assert row(text, "ms of GPU time")[1:] == [
         "attention", "GEMM", "dispatch", "combine", "rest", "busy", "idle",
     ]  # fmt: skip
     *_, last = [line for line in text.splitlines() if line.startswith("ncclep:native:grouped")]
     assert last.split()[1:] == ["9.00", "40.0", "3.00", "2.00", "6.00", "60.0", "5.50"]
     assert "static: 1.5x received rows" in " ".join(text.split())
+
+
+def test_steps_are_compared_with_the_fastest_of_megatrons() -> None:
+    """They were compared with the first subject: one that careful users have left behind."""
+    result = sample_result()
+    subjects = result["trainings"][0]["subjects"]
+    careful = copy.deepcopy(subjects[0]) | {"name": "train:alltoall_fused:partial_graphs"}
+    careful["step"]["median_us"] = 98.25e3
+    training = {**result["trainings"][0], "subjects": [*subjects, careful], "load": 1.5}
+    training["shape"] = training["shape"] | {"published": "299 on 16 GPUs"}
+    text = render(result | {"trainings": [training]})
+    head = " ".join(text.split())
+    assert "natural routing, rows of the busiest rank 1.50 of the mean" in head
+    assert "published: 299 on 16 GPUs; speed: times as fast as alltoall_fused:partial_g" in head
+    assert row(text, "alltoall_fused:partial_graphs")[5] == "1.00"
+    assert row(text, "ncclep:native:grouped:full_iteration")[5] == "1.50"
 
 
 def test_wrong_and_failed_subjects_stand_out() -> None:

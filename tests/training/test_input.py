@@ -196,10 +196,14 @@ def test_shipped_models(name: str):
     assert config.num_layers == settings["num-layers"]
     assert config.num_moe_experts == settings["num-experts"]
     assert config.gated_linear_unit == settings["swiglu"]
+    if settings["multi-latent-attention"]:  # Megatron-Core's own default would be another model
+        assert config.q_lora_rank == settings.values.get("q-lora-rank")
 
 
 @pytest.mark.since("0.19.2")
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "tiny"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "mixtral-8x7b", "moonlight-16b-a3b", "qwen3-30b-a3b", "tiny"]
+)
 def test_flops_are_counted_as_megatron_lm_does(name: str):
     from megatron.training import training
 
