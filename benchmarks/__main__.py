@@ -41,9 +41,10 @@ def make_parser() -> argparse.ArgumentParser:
         "or a library on N SMs; experts:megatron, experts:grouped: experts alone; "
         "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
-        ":static for a fixed number of received rows, and :full_iteration (one CUDA graph of "
-        "forward and backward; needs grouped, implies static) or, in training, :router_fusion, "
-        ":partial_graphs and :optimizer_graph (Megatron-Core's)",
+        ":frozen, :lora16 or :lora32 for layers whose experts are frozen, without or with "
+        "Megatron-Bridge's adapters, :static for a fixed number of received rows, and "
+        ":full_iteration (one CUDA graph of forward and backward; needs grouped, implies static) "
+        "or, in training, :router_fusion, :partial_graphs and :optimizer_graph (Megatron-Core's)",
     )
     parser.add_argument(
         "--shape", action="append", metavar="NAME",

@@ -17,6 +17,8 @@ Layers, experts and trainings are measured on request only.  Layers and training
 the order of `LAYER` and `TRAIN`:
 
     grouped         this package's experts in place of Megatron-Core's (ncclep only)
+    frozen          the experts' weights are frozen (layers)
+    lora16, lora32  and have Megatron-Bridge's adapters of that rank (layers)
     static          a fixed number of received rows (ncclep only); full_iteration implies it
     router_fusion   Megatron-Core's `moe_router_fusion` (training)
     full_iteration  forward and backward as one CUDA graph (ncclep with grouped)
@@ -66,6 +68,7 @@ DEEPEP: dict[str, tuple[str, ...]] = {
     "hybridep": (), "hybridep:fused": (FUSED,),
 }  # fmt: skip
 GROUPED, STATIC = "grouped", "static"
+FROZEN, LORA = "frozen", "lora"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 ROUTER_FUSION = "router_fusion"
 OPTIMIZER_GRAPH = "optimizer_graph"
@@ -114,6 +117,8 @@ class Variant:
     name: str  # as on the command line
     dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
+    frozen: bool = False  # the experts' weights
+    lora_rank: int = 0  # of adapters on frozen experts; 0: none
     static: bool = False  # received tensors have a fixed number of rows
     router_fusion: bool = False  # Megatron-Core's `moe_router_fusion`
     graphs: str | None = None  # FULL_ITERATION, PARTIAL_GRAPHS; None: no graphs of the passes
@@ -152,7 +157,7 @@ EXPERTS = {
     )
 }
 # Names with a dispatcher; parts in brackets may be left out.
-LAYER = "layer:DISPATCHER[:grouped][:static][:full_iteration]"
+LAYER = "layer:DISPATCHER[:grouped][:frozen or :lora16 or :lora32][:static][:full_iteration]"
 TRAIN = (
     "train:DISPATCHER[:grouped][:static][:router_fusion][:full_iteration or :partial_graphs]"
     "[:optimizer_graph]"
@@ -187,10 +192,11 @@ def variant_of(name: str) -> Variant | None:
     dispatcher, words = DISPATCHERS[found[1]], [w[1:] for w in found.groups()[1:] if w]
     ours, graphed = dispatcher.engine is not None, OPTIMIZER_GRAPH in words
     graphs = next((word for word in words if word in (FULL_ITERATION, PARTIAL_GRAPHS)), None)
-    if words and words[0] in (GROUPED, STATIC) and not ours:
-        instead = f"{prefix}ncclep:ENGINE:{words[0]}"
+    own = [word for word in words if word in (GROUPED, STATIC)]
+    if own and not ours:
+        instead = f"{prefix}ncclep:ENGINE:{own[0]}"
         raise InputError(
-            f"subject {name!r}: only this package's dispatcher can be {words[0]}: write {instead}"
+            f"subject {name!r}: only this package's dispatcher can be {own[0]}: write {instead}"
         )
     if graphs == FULL_ITERATION and GROUPED not in words:
         instead = PARTIAL_GRAPHS if PARTIAL_GRAPHS in form else "no graphs"
@@ -200,8 +206,10 @@ def variant_of(name: str) -> Variant | None:
         )
     if graphs == FULL_ITERATION and STATIC in words:
         raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
+    ranks = [int(word.removeprefix(LORA)) for word in words if word.startswith(LORA)]
     return Variant(
         name, dispatcher, grouped=GROUPED in words,
+        frozen=FROZEN in words or bool(ranks), lora_rank=sum(ranks),
         static=STATIC in words or graphs == FULL_ITERATION, router_fusion=ROUTER_FUSION in words,
         graphs=graphs, optimizer_graph=graphed, captures_optimizer=graphed,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import deepep, shapes
+from benchmarks.adapted_layers import AdaptedLayerSubject
 from benchmarks.catalogue import (
     LIBRARIES,
     LIBRARY,
@@ -16,6 +17,7 @@ from benchmarks.catalogue import (
     default_names,
     is_train,
     kind_of,
+    known_variant,
     unavailable_reason,
     variant_of,
 )
@@ -55,7 +57,8 @@ def make_subject(
     """
     kind = kind_of(name)
     if kind == "layer":
-        return LayerSubject(name, setting, workload, max_recv_rows)
+        made = AdaptedLayerSubject if known_variant(name).frozen else LayerSubject
+        return made(name, setting, workload, max_recv_rows)
     return SUBJECTS[mode][kind](name, setting, workload)
 
 

@@ -156,9 +156,13 @@ class _Accumulating(Subject):
             replay, self._captured = captured(self._everything)
             self.passes = {BOTH: replay}
 
+    def _megatrons_experts(self) -> Any:
+        """Megatron-Core's experts, with the shared weights."""
+        return self._shared.module.experts
+
     def _experts_of(self) -> Any:
         """Megatron-Core's experts, or this package's over the same weights, last expert first."""
-        experts = self._shared.module.experts
+        experts = self._megatrons_experts()
         if self._variant.grouped:
             from megatron_ncclep.integration.experts.grouped import group_experts
 
@@ -182,6 +186,13 @@ class _Accumulating(Subject):
             return timed()
 
         return clock
+
+    def _zero_gradients(self) -> None:
+        self._shared.zero_grad_buffer()
+
+    def _gradients(self) -> Results:
+        """The gradients that passes have added to, by name."""
+        return {name: w.main_grad for name, w in self._shared.module.named_parameters()}
 
     def _run(self) -> torch.Tensor:
         raise NotImplementedError
@@ -226,19 +237,18 @@ class _Accumulating(Subject):
         The ranks run all of it whatever they find, because much of it is collective.
         """
         expected, gradients = self._expected(workload)
-        rank, layer = self._rank, self._shared.module
-        self._shared.zero_grad_buffer()
+        rank = self._rank
+        self._zero_gradients()
         problems = []
         for passes in CHECKED_PASSES:
             results = self._captured or self._everything()
             if self._captured is not None:
                 self.passes[BOTH]()  # it leaves its results there
-            main_grads = {name: weight.main_grad for name, weight in layer.named_parameters()}
             other, found = self._compared(results, workload)
             problems += [
                 other,
                 model.results_problem(workload, rank, found, expected.items()),
-                model.results_problem(workload, rank, main_grads, gradients(), passes),
+                model.results_problem(workload, rank, self._gradients(), gradients(), passes),
             ]
         return next(filter(None, problems), None)
 

@@ -212,8 +212,9 @@ def _notes(result: dict[str, Any]) -> list[tuple[Any, str]]:
         (any(subject["kind"] in WITH_EXPERTS for subject in of_shapes),
          "Weight gradients of layers and experts are added to fp32 main_grads, and not reduced "
          "over the ranks. A subject that is one CUDA graph has only a sum. Limit is the time of "
-         f"the experts' GEMMs on the rank with most rows at {PEAK_TFLOPS} TFLOP/s. \"of "
-         "Megatron's\" divides the sum by that of Megatron-Core's experts."),
+         f"the experts' GEMMs on the rank with most rows at {PEAK_TFLOPS} TFLOP/s, with those of "
+         "weight gradients also where weights are frozen. \"of Megatron's\" divides the sum by "
+         "that of Megatron-Core's experts."),
         (trainings,
          "Training steps take milliseconds: the slowest rank's median and the 10th to the 90th "
          "percentile; turns are the medians of two trainings in opposite orders; TFLOP/s are of a "

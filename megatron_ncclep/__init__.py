@@ -43,6 +43,7 @@ __all__ = [
     "create_engine",
     "dispatch",
     "install",
+    "release_memory",
 ]
 
 
@@ -108,6 +109,33 @@ def close(process_group: ProcessGroup | None = None) -> None:
         groups.close_all()
     else:
         groups.close_group(process_group)
+
+
+def release_memory(
+    process_group: ProcessGroup | None = None, *, graphs_are_dropped: bool = False
+) -> None:
+    """Give back GPU memory that the next calls make again.  Collective over the group.
+
+    Between phases, as when reinforcement learning hands the GPU to a generator.  Engines, models,
+    plans and low-latency objects stay as they are: windows, staging memory and low-latency objects
+    are made again, as large as they were, by the calls that next use them, on all ranks.  The
+    communicator stays, and tensors are torch's (`torch.cuda.empty_cache()`).  Calls `check()`.
+
+    Args:
+        process_group: the expert-parallel group; None: all groups for which this process has made
+            engines, in the order of their first engines.
+        graphs_are_dropped: you have dropped all CUDA graphs that hold calls of the group, and will
+            capture new ones: a replay would write to memory that is no longer its own.
+
+    Raises:
+        InputError: on every rank, and nothing was released: on some rank a CUDA graph holds calls
+            of the group, or is being captured, or a low-latency dispatch still has no combine; or
+            the ranks' arguments differ.
+        PeerError: a rank did not come in time, or is in a different call.
+        RefusedError, RowsDroppedError: see `check`.
+    """
+    if groups := _groups():
+        groups.release_memory(process_group, graphs_are_dropped)
 
 
 def _groups() -> Any:

@@ -147,6 +147,12 @@ class EpConfig:
         "with max_recv_rows 'auto': the most GiB that the dispatched tensor of a layer may take; "
         "steps that need more are run again (default: no limit)",
     )  # fmt: skip
+    max_tokens_per_rank: int | None = _option(
+        None, _COUNT,
+        "static mode: the most tokens that a rank brings to a layer: factors, 'worst' and 'auto' "
+        "then follow from it and not from the batch, so that ranks and micro-batches may have any "
+        "number of tokens up to it (default: with those, all ranks the same number)",
+    )  # fmt: skip
     on_overflow: str = _option(
         DROP, _one_of(str, DROP, RAISE, RERUN),
         "static mode: 'drop' warns about rows that did not fit; 'raise' raises an error on all "
@@ -232,6 +238,11 @@ class EpConfig:
                 self.max_recv_gib is not None and rows != AUTO,
                 f"max_recv_gib {self.max_recv_gib!r} with max_recv_rows {rows!r}: it limits "
                 f"{AUTO!r} only; leave it out",
+            ),
+            (
+                self.max_tokens_per_rank is not None and rows is None,
+                f"max_tokens_per_rank {self.max_tokens_per_rank!r} without max_recv_rows: ranks "
+                "may bring any number of tokens anyway; leave it out, or set max_recv_rows",
             ),
             (
                 isinstance(rows, int) and rows % alignment,

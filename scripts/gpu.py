@@ -154,7 +154,9 @@ PARTS: dict[str, list[Step]] = {
         Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
         Step("native", (1, 2), "tests/gpu/test_gpu_batch_invariance.py"),
         Step("native", (1,), "tests/gpu/test_gpu_quack.py tests/gpu/test_gpu_gradient_fusion.py"),
-        Step("native", (2,), "tests/gpu/test_gpu_changed_experts.py"),
+        Step(
+            "native", (2,), "tests/gpu/test_gpu_changed_experts.py tests/gpu/test_gpu_adapters.py"
+        ),
         Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py"),
         Step("native", (4,), "tests/gpu/test_gpu_shapes.py"),
         Step(

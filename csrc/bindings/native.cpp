@@ -132,6 +132,7 @@ void bind_group(py::module_& module) {
       .def("reserve", &reserve, py::kw_only(), "num_tokens"_a, "top_k"_a, "row_bytes"_a, "stream"_a,
            "all_gather"_a)
       .def("begin", &begin, "timeout_s"_a, "num_tokens"_a, "top_k"_a, "row_bytes"_a)
+      .def("release_windows", &Group::release_windows, Unlocked())
       .def("close", &Group::close, Unlocked())
       // Rows of a plan's token routes.
       .def_property_readonly("num_token_routes",

@@ -181,6 +181,9 @@ def _unavailable_reason(
         return problem
     if group.size < entry.caps.min_ranks:
         return f"it needs at least {entry.caps.min_ranks} ranks, the group has {group.size}"
+    declared, most = config.max_tokens_per_rank, entry.caps.max_tokens
+    if declared is not None and most is not None and declared > most:
+        return f"max_tokens_per_rank {declared}: it takes at most {most} tokens on a rank"
     most = entry.caps.max_local_experts
     if num_experts is not None and most is not None and num_experts > most * group.size:
         return f"it takes at most {most} experts on a rank: {num_experts} need more ranks"

@@ -109,9 +109,27 @@ class EngineBase(Uncopied, Resource, Generic[_Plan]):
         shape = (ranks, tokens, top_k, self.num_local_experts)
         return rows_limit(self.config, *shape, self.ranks_per_expert)
 
+    @property
+    def declared_tokens(self) -> int:
+        """The most tokens of a rank here, if the options say it; otherwise 0."""
+        return (self.config.max_tokens_per_rank or 0) * self.num_nodes
+
+    def topk_shape_problem(self, topk_idx: torch.Tensor) -> str | None:
+        """Say what is wrong with the argument of plan apart from its values.  Does not wait."""
+        problem = checks.topk_shape_problem(topk_idx, self.group.device, self.caps)
+        declared = self.declared_tokens
+        if problem is None and declared and len(topk_idx) > declared:
+            problem = (
+                f"topk_idx has {len(topk_idx)} tokens, more than max_tokens_per_rank {declared}: "
+                "set --ncclep-max-tokens-per-rank to the most tokens of any batch, or use smaller "
+                "micro-batches"
+            )
+        return problem
+
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
         """Say what is wrong with the argument of plan on this rank.  Waits for the device."""
-        return checks.topk_problem(topk_idx, self.num_experts, self.group.device, self.caps)
+        problem = self.topk_shape_problem(topk_idx)
+        return problem or checks.topk_value_problem(topk_idx, self.num_experts)
 
     def rows_problem(
         self, phase: str, plan: RoutePlan, rows: torch.Tensor, w: torch.Tensor | None
@@ -137,8 +155,11 @@ class EngineBase(Uncopied, Resource, Generic[_Plan]):
             "max_recv_rows": config.max_recv_rows,
             "num_sms": config.num_sms,
         }
-        if isinstance(rows := config.max_recv_rows, str):
-            name = f"number of tokens (max_recv_rows={rows!r} depends on it, a number does not)"
+        if isinstance(rows := config.max_recv_rows, str) and not self.declared_tokens:
+            name = (
+                f"number of tokens (max_recv_rows={rows!r} depends on it, unless "
+                "max_tokens_per_rank says how many there are at most)"
+            )
             values[name] = num_tokens
         return self.group.hosts.agree("plan", values, problem, self.timeout_s, payload=num_tokens)
 

@@ -70,17 +70,6 @@ def device_problem(name: str, tensor: torch.Tensor, device: torch.device) -> str
     )
 
 
-def topk_problem(
-    topk_idx: torch.Tensor, num_experts: int, device: torch.device, caps: EngineCaps
-) -> str | None:
-    """Say what is wrong with the routing of this rank, if anything is.
-
-    Waits once for the device, to read values on the host: an engine that must not wait checks only
-    the shape here, and the values in its own kernel.
-    """
-    return topk_shape_problem(topk_idx, device, caps) or topk_value_problem(topk_idx, num_experts)
-
-
 def topk_shape_problem(
     topk_idx: torch.Tensor, device: torch.device, caps: EngineCaps
 ) -> str | None:
@@ -110,7 +99,8 @@ def topk_shape_problem(
 
 
 def topk_value_problem(topk_idx: torch.Tensor, num_experts: int) -> str | None:
-    """Say what is wrong with the values of a routing whose shape is right.  Waits for the device.
+    """Say what is wrong with the values of a routing whose shape is right.  Waits for the device:
+    an engine that must not wait checks them in its own kernel.
 
     That is an index that is neither an expert nor `NOT_ROUTED` (`TOO_MANY_EXPERTS` included), or an
     expert that a token names twice.
@@ -244,4 +234,5 @@ def _rows_of(engine: Any) -> dict[str, object]:
         "num_experts": engine.num_experts,
         "alignment": config.block_alignment,
         "max_recv_rows": config.max_recv_rows,
+        "max_tokens_per_rank": config.max_tokens_per_rank,
     }

@@ -39,9 +39,9 @@ def rows_limit(
 ) -> int | None:
     """The number of rows of every dispatched tensor; None in exact mode.  Not collective.
 
-    It is the same on all ranks when they bring the same number of tokens, on which they agree.  The
-    number of assignments that always fit, however they are spread over the rank's experts, depends
-    on `max_recv_rows`:
+    It is the same on all ranks: T is `max_tokens_per_rank`, or without it the batch's number of
+    tokens, on which they agree.  The number of assignments that always fit, however they are spread
+    over the rank's experts, depends on `max_recv_rows`:
 
         4096      as many as fit into 4096 rows
         "worst"   R * T * min(K, L): every token of every rank sends as many as possible to one rank
@@ -62,7 +62,7 @@ def rows_limit(
     Args:
         config: options of the engine.
         num_ranks: R.
-        num_tokens: T, of this call.
+        num_tokens: T where the config has no `max_tokens_per_rank`.
         top_k: K, columns of topk_idx.
         num_local_experts: L.
         ranks_per_expert: S: copies of each assignment, each for a different rank.
@@ -73,6 +73,7 @@ def rows_limit(
     rows, alignment = config.max_recv_rows, config.block_alignment
     if not isinstance(rows, str):
         return rows
+    num_tokens = config.max_tokens_per_rank or num_tokens
     num_assignments = num_ranks * num_tokens * min(top_k // ranks_per_expert, num_local_experts)
     if rows != WORST:
         factor = thousandths(rows)

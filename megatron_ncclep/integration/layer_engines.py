@@ -44,13 +44,14 @@ class LayerEngines(Uncopied):
         self._exact: Engine | None = None
         config = self.engine.config
         if config.on_overflow == RERUN and can_drop(config):
-            self._exact = self._new(
-                dataclasses.replace(config, max_recv_rows=None, on_overflow=DROP)
+            no_limit = dataclasses.replace(
+                config, max_recv_rows=None, max_tokens_per_rank=None, on_overflow=DROP
             )
+            self._exact = self._new(no_limit)
         self.load: torch.Tensor | None = None
         if follows_load:
             self.load = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        # Of the dispatched tensor with a balanced load, in the largest batch so far.
+        # Of the dispatched tensor with a balanced load, in the largest batch so far or as declared.
         self._balanced_bytes = 1
 
     def in_use(self) -> Engine:
@@ -72,7 +73,7 @@ class LayerEngines(Uncopied):
 
     def record_load(self, plan: RoutePlan, hidden_states: torch.Tensor) -> None:
         """Take note of a plan's load, if the limit follows the load.  Waits for nothing."""
-        balanced = plan.num_tokens * plan.top_k
+        balanced = (self.engine.config.max_tokens_per_rank or plan.num_tokens) * plan.top_k
         if self.load is None or not balanced:
             return
         num_bytes = balanced * hidden_states.shape[-1] * hidden_states.element_size()

@@ -144,6 +144,21 @@ class EpGroup(Uncopied):
         if self.hosts.is_used:  # otherwise it is another model's step, before the first call here
             self._is_first_step = False
 
+    def release_memory(self, graphs_are_dropped: bool) -> None:
+        """Give the resources' GPU memory back; the next call of each makes it again.  Collective.
+
+        Raises:
+            as `check`, which it calls, and `megatron_ncclep.release_memory`.
+        """
+        self.check()
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            problem: str | None = "a CUDA graph is being captured: call it before or after"
+        else:
+            problem = self.resources.memory_problem(graphs_are_dropped)
+        values: dict[str, int | str | None] = {"graphs_are_dropped": graphs_are_dropped}
+        self.hosts.agree("release_memory", values, problem, self.timeout_s)
+        self.resources.release_memory()
+
     def raise_failure(self) -> None:
         """Raise failures that the device has reported by now.  Does not wait; not collective."""
         for resource in self.resources:
@@ -234,6 +249,14 @@ def close_all() -> None:
     """Close all groups in the order in which they were made; see `EpGroup.close`."""
     for group in list(_groups):
         group.close()
+
+
+def release_memory(process_group: dist.ProcessGroup | None, graphs_are_dropped: bool) -> None:
+    """See `megatron_ncclep.release_memory`."""
+    for group in list(_groups):
+        # torch has destroyed the others: making an engine over a new group closes them.
+        if group.torch.is_alive and (process_group is None or group.torch.is_of(process_group)):
+            group.release_memory(graphs_are_dropped)
 
 
 def check_all() -> None:

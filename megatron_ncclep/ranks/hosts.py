@@ -29,7 +29,7 @@ from megatron_ncclep.errors import (
 from megatron_ncclep.ranks.host_link import HostLink
 from megatron_ncclep.ranks.torch_group import TEXT_BYTES, TorchGroup, bytes_of
 
-PHASES = ("open", "plan", "dispatch", "combine", "close")
+PHASES = ("open", "plan", "dispatch", "combine", "close", "release_memory")
 # Phase, call, state, payload; length and hash of the values' text.  The same size for every call,
 # so that ranks in different calls can still read each other's messages.
 HASH_BYTES = 8

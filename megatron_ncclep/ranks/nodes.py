@@ -125,6 +125,17 @@ class Grid(Resource):
         if self._made is not None:
             self.local.check()
 
+    def memory_problem(self, graphs_are_dropped: bool) -> str | None:
+        """See `Resource.memory_problem`: of what this node's ranks share."""
+        if self._made is None:
+            return None
+        return self.local.resources.memory_problem(graphs_are_dropped)
+
+    def release_memory(self) -> None:
+        """See `Resource.release_memory`."""
+        if self._made is not None:
+            self.local.resources.release_memory()
+
     def close(self) -> None:
         """Close what this node's ranks share, and their group.  Collective."""
         if self._made is not None:

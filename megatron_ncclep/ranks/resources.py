@@ -30,6 +30,16 @@ class Resource:
         """Nanoseconds that the device has waited for others to reach a call.  Does not wait."""
         return 0
 
+    def memory_problem(self, graphs_are_dropped: bool) -> str | None:
+        """Say why `release_memory` must not be called now, if so.  Not collective.
+
+        `graphs_are_dropped`: no CUDA graph with calls of this process will be replayed any more.
+        """
+        return None
+
+    def release_memory(self) -> None:
+        """Give GPU memory back that the next call makes again.  Collective if making it was."""
+
     def close(self) -> None:
         """Free it.  Collective if making it was."""
 
@@ -78,6 +88,16 @@ class Resources:
         self._num_users[name] -= 1
         if self._num_users[name] == 0:
             self._things.pop(name).close()
+
+    def memory_problem(self, graphs_are_dropped: bool) -> str | None:
+        """The first problem of any resource: see `Resource.memory_problem`."""
+        problems = (thing.memory_problem(graphs_are_dropped) for thing in self)
+        return next(filter(None, problems), None)
+
+    def release_memory(self) -> None:
+        """Give GPU memory back, of the newest resource first.  Collective."""
+        for thing in reversed(list(self)):
+            thing.release_memory()
 
     def free(self, alone: bool) -> None:
         """Free everything, newest first.  May wait for the device, but only for it if `alone`."""

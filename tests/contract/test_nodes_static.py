@@ -215,6 +215,28 @@ def test_batches_of_many_sizes_leave_nothing_behind(ctx: RankContext) -> None:
     assert [plan.num_rows for plan in plans] == [3, 6, 9, 12]
 
 
+def test_no_host_is_asked_about_declared_tokens(ctx: RankContext) -> None:
+    """Ranks bring any number of tokens up to the most, each another one; who brings more is told so
+    without the others.
+    """
+    options = EpConfig(engine=ENGINE, max_recv_rows="1.5x", max_tokens_per_rank=6)
+    assignments = torch.tensor([[0, 7]])
+    with inside_that_waits_for_nothing(ctx):
+        engine = create_engine(ctx.group, 8, options)
+        plans = [engine.plan(assignments)]
+        rows, _ = engine.dispatch(plans[0], torch.ones(1, 16))
+        engine.combine(plans[0], rows)
+        with far(EpGroup.of(ctx.group)):
+            for num_tokens in (6 - ctx.rank, 0, 6, ctx.rank):
+                plans.append(engine.plan(assignments.repeat(num_tokens, 1)))
+                rows, _ = engine.dispatch(plans[-1], torch.ones(num_tokens, 16))
+                engine.combine(plans[-1], rows)
+            with pytest.raises(RefusedError, match="topk_idx has 7 tokens, more than max_tokens"):
+                engine.plan(assignments.repeat(7, 1))
+        engine.close()
+    assert {plan.num_rows for plan in plans} == {18}
+
+
 def test_all_nodes_are_told_of_dropped_rows_without_waiting(ctx: RankContext) -> None:
     """Of a plan in which no host agreed."""
     topk_idx = torch.tensor([[0, 1], [1, -1]])  # of each of four ranks: 12 assignments for rank 0

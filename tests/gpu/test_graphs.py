@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import caps_of, config_of
+from contract_cases import caps_of, config_of, rows_limit_of
 from rank_pool import RankContext, RankPool
 from run_case import Tables, fitted
 
@@ -32,6 +32,7 @@ CASES = [
     dataclasses.replace(CASE, name="overflow", max_recv_rows=160),
     dataclasses.replace(CASE, name="aligned-overflow", alignment=16, max_recv_rows=320),
     dataclasses.replace(CASE, name="skewed-bf16", skew=0.7, dtype=torch.bfloat16),
+    dataclasses.replace(CASE, name="ragged", max_recv_rows="worst"),
 ]
 
 
@@ -126,9 +127,13 @@ def replays_on_rank(
     """Replay a step again and again; return the first difference and how much was dropped."""
     case = case.on(ctx.device)
     exact = dataclasses.replace(case, max_recv_rows=None)
+    config = config_of(case, engine_name)
+    if isinstance(case.max_recv_rows, str):
+        config.max_tokens_per_rank = max(case.tokens)
+        case = dataclasses.replace(case, max_recv_rows=rows_limit_of(case))
     difference, dropped = "", 0
     with (
-        closing(create_engine(ctx.group, case.num_experts, config_of(case, engine_name))) as engine,
+        closing(create_engine(ctx.group, case.num_experts, config)) as engine,
         closing(create_engine(ctx.group, case.num_experts, config_of(exact, engine_name))) as other,
     ):
         layer = Layer(ctx, case, engine)

@@ -167,6 +167,7 @@ class Change:
         after_ddp: it is made after DDP has wrapped the layer.
         loss: a further loss on the weights.
         fuses: the row also holds with gradient_accumulation_fusion.
+        later: changes the layer again before the second micro-batch.
     """
 
     make: Callable[[Any, Seen], None]
@@ -174,6 +175,7 @@ class Change:
     after_ddp: bool = False
     loss: float = 0.0
     fuses: bool = True
+    later: Callable[[Any], None] | None = None
 
 
 CHANGES = {
@@ -201,25 +203,33 @@ CHANGES = {
 
 
 def train(
-    change: Change, options: EpConfig, device: str, te: bool, rank: int, **fields: Any
+    change: Change,
+    options: EpConfig,
+    device: str,
+    te: bool,
+    rank: int,
+    dtype: torch.dtype | None = None,
+    build: Callable[..., Any] = build_layer,
+    **fields: Any,
 ) -> tuple[dict[str, torch.Tensor | None], Seen, set[str]]:
     """Two micro-batches; what comes out, what hooks have seen, and what is logged once.
 
-    Collective.  With experts="auto" grouped ones are chosen, whatever the machine.
+    Collective.  With experts="auto" grouped ones are chosen, whatever the machine.  `build` makes
+    the layer as `build_layer` does.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_ncclep.integration.experts import selection
     from megatron_ncclep.ranks.group import EpGroup
 
-    dtype = torch.bfloat16 if te else torch.float32
+    dtype = dtype or (torch.bfloat16 if te else torch.float32)
     initialize(ep=2, device=device)
     if te:
         fields["gradient_accumulation_fusion"] = change.fuses
     config = make_config("ncclep", dtype, 2, ncclep=options, **fields)
     chosen = selection.Choice("grouped", "a test says so")
     with mock.patch.object(selection, "choose", return_value=chosen):
-        layer = build_layer(config, device, te)
+        layer = build(config, device, te)
     seen: Seen = []
     torch.manual_seed(7)
     if not change.after_ddp:
@@ -233,6 +243,8 @@ def train(
     results: dict[str, torch.Tensor | None] = {}
     with mock.patch.object(EpGroup, "log_once") as logged:
         for number in range(2):
+            if number and change.later is not None:
+                change.later(layer)
             generator = torch.Generator().manual_seed(10 * number + rank)
             shape = (12, 1, config.hidden_size)
             hidden, probe = (

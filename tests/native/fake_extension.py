@@ -135,6 +135,7 @@ class FakeGroup(Fake):
         own = {
             "begin": self._begin,
             "reserve": self._reserve,
+            "release_windows": self._release,
             "routes_size": lambda max_pairs, max_assignments, _: max_pairs + max_assignments,
             "sums_size": 0,
             "plan": lambda *_: self.calls[-1][1],
@@ -163,6 +164,9 @@ class FakeGroup(Fake):
         self._held = (self.max_tokens, _, row_bytes) = tuple(map(max, held, requested))
         self.num_bytes = self.max_tokens * row_bytes
         return None if self._held == held else f"{held} -> {self._held}"
+
+    def _release(self) -> None:
+        self._held, self.max_tokens, self.num_bytes, self.was_captured = (0, 0, 0), 0, 0, 0
 
     def _bad(self, method: str, forget: bool) -> list[int]:
         ranks = self.bad[method] if self.is_over else []

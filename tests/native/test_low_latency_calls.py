@@ -41,7 +41,7 @@ def make(group: ThreadGroup, **options: Any) -> tuple[LowLatency, NativeLowLaten
     shared = NativeGroup(group, 4, 20.0)
     sizes = LowLatencySizes(MAX_TOKENS, HIDDEN, TOP_K, torch.bfloat16, torch.bfloat16)
     streams, config = extension.StreamKeeper(group.device), EpConfig(engine="native", **options)
-    calls = NativeLowLatency(shared, streams, 4, config, sizes)
+    calls = NativeLowLatency(shared, streams, config, sizes)
     return LowLatency(group, CAPS, sizes, calls, calls.close), calls
 
 

@@ -312,6 +312,34 @@ def test_hosts_meet_only_where_they_must() -> None:
             on_ranks(use, check_calls=check_calls, **options)
 
 
+def test_declared_tokens_are_what_windows_are_for_from_the_first_plan_on() -> None:
+    """Hosts of ranks with uneven batches met in each of the next hundred plans, and a batch that
+    only some ranks' windows were too small for was refused.
+    """
+    tokens = ((3, 0), (1, 100), (200, 7), (0, 200))
+
+    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        met, plans = [], []
+        for each in tokens:
+            engine.group.exchanged.clear()  # type: ignore[attr-defined]
+            plan = engine.plan(assignments(each[rank]))
+            rows, _ = engine.dispatch(plan, torch.zeros(each[rank], HIDDEN))
+            engine.combine(plan, rows)
+            plans.append(plan)
+            met.append(len(engine.group.exchanged))  # type: ignore[attr-defined]
+        assert met[0] > 0
+        assert met[1:] == [0] * 3
+        assert {plan.num_rows for plan in plans} == {600}
+        assert {plan.most_tokens for plan in plans} == {256}
+        assert [call.num_tokens for call in native.named("reserve")] == [256, 256]
+        many = assignments(201 if rank == 0 else 200)
+        if rank == 0:
+            with pytest.raises(RefusedError, match="has 201 tokens, more than max_tokens_per_rank"):
+                engine.plan(many)
+
+    on_ranks(use, max_recv_rows="1.5x", max_tokens_per_rank=200)
+
+
 def test_windows_grow_for_longer_rows() -> None:
     """On all ranks together; the next rows of that length need no other host."""
 

@@ -151,6 +151,27 @@ def test_outgrown_memory_is_freed_when_no_plan_uses_it(run: Callable) -> None:
     assert run(outgrow) == [None] * NUM_RANKS
 
 
+def release(rank: Rank) -> None:
+    old = plan(300)
+    rank.bind(old)
+    rank.calls()
+    for _ in range(2):
+        rank.staging.release_memory()
+        assert rank.calls(*LIFE) == ["GroupDestroy"]
+        rank.staging.release_memory()
+        assert rank.calls(*LIFE) == []
+        small = plan(3)
+        rank.bind(small)
+        assert rank.staging._limits == (512, 64, TOP_K)
+        rank.bind(old)
+        assert rank.calls(*LIFE) == ["CreateGroup", "InitHandle", "InitHandle"]
+
+
+def test_released_memory_comes_back_as_large_as_it_was(run: Callable) -> None:
+    """For a plan that was made before, too."""
+    assert run(release) == [None] * NUM_RANKS
+
+
 def fail_to_grow(rank: Rank) -> str:
     old = plan(100)
     rank.bind(old)

@@ -118,7 +118,7 @@ def test_growth_is_logged_once(
 
     def reserve(group: ThreadGroup) -> list[Any]:
         native, shared = FakeGroup(), object.__new__(NativeGroup)
-        shared.group, shared.native = group, native
+        shared.group, shared.native, shared._sizes = group, native, (0, 0, 0)
         # The first plan knows of no row: nothing worth saying.  The last one fits.
         for row_bytes in (16, 1024, 4096, 1024):
             shared.reserve(1000, 8, row_bytes)
@@ -126,7 +126,7 @@ def test_growth_is_logged_once(
             (*call[:4], call.all_gather == group.hosts.exchange) for call in native.named("reserve")
         ]
 
-    asked = [(1024, 8, row_bytes, STREAM, True) for row_bytes in (16, 1024, 4096, 1024)]
+    asked = [(1024, 8, row_bytes, STREAM, True) for row_bytes in (16, 1024, 4096, 4096)]
     assert on_threads(NUM_RANKS, reserve) == [asked] * NUM_RANKS
     said = [record.getMessage().partition(" (")[0] for record in caplog.records]
     assert said == [

@@ -189,12 +189,18 @@ void Group::discard_windows() {
   row_bytes_ = 0;
 }
 
-void Group::close() {
-  if (state_ == nullptr) return;
+void Group::release_windows() {
+  require_open();
   wait_for_calls("closing its windows", longest_timeout_s_);
   drain_network();
   for (const std::shared_ptr<Window>& window : windows()) window->close();
   discard_windows();
+  was_captured_ = false;
+}
+
+void Group::close() {
+  if (state_ == nullptr) return;
+  release_windows();
   if (network_ != nullptr) network_->close();
   cuda_check(static_cast<cudaError_t>(free_state()), "freeing the state of the native group");
 }

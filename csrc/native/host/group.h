@@ -100,8 +100,12 @@ class Group {
   // Forgets the windows after a step failed on any rank.  Windows that are open stay until the
   // process ends, because closing them is collective.  Not collective.
   void discard_windows();
-  // Collective.  Throws, and frees nothing, when earlier calls are not over after the longest
-  // deadline that any of them had: then their kernels, which have not begun, use the windows yet.
+  // Closes the windows; `reserve` makes new ones, and plans stay valid.  No CUDA graph that holds
+  // calls of the group may be replayed any more.  Collective.  Throws, and frees nothing, when
+  // earlier calls are not over after the longest deadline that any of them had: then their kernels,
+  // which have not begun, use the windows yet.
+  void release_windows();
+  // Collective, and throws as `release_windows` does.
   void close();
   // Waits at most `limit_s` seconds until what was queued for the communicator's windows is over,
   // and for no other work, unless a CUDA graph holds calls of the group: then for the device.
@@ -141,7 +145,7 @@ class Group {
                                                   const std::function<void()>& poll) const;
   void copy_waited_ns(const ncclepTensor_t* out, std::uintptr_t stream) const;
   void dispatch(const Plan& plan, const ncclepRows_t& given);
-  // Rows of scratch that a combine needs.
+  // Rows of scratch that a combine needs, whether or not there are windows for it.
   std::int64_t sums_size(const Plan& plan, int num_sms, int row_bytes) const;
   void combine(const Plan& plan, const ncclepRows_t& given);
 

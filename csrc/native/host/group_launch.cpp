@@ -206,7 +206,6 @@ void Group::dispatch(const Plan& plan, const ncclepRows_t& given) {
 }
 
 std::int64_t Group::sums_size(const Plan& plan, int num_sms, int row_bytes) const {
-  check_plan(control_, plan);
   check_num_sms(control_, num_sms, max_sms_);
   const CombineSplit split =
       split_combine(num_sms, control_.num_ranks, plan.top_k, row_bytes, control_.num_domains);

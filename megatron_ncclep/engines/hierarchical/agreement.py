@@ -35,26 +35,26 @@ class Calls:
         config = engine.config
         is_static = config.max_recv_rows is not None
         self.go_on = is_static and engine.caps.captures_static and not config.check_calls
-        # All ranks must bring equally many tokens to each plan, because the row limit depends on
-        # them.
-        self._is_even = isinstance(config.max_recv_rows, str)
+        self._declared = config.max_tokens_per_rank or 0
+        # All ranks must bring equally many tokens to each plan where the row limit depends on them.
+        self._is_even = isinstance(config.max_recv_rows, str) and not self._declared
         self._is_free = is_static and not self._is_even
         self._agreed: dict[Hashable, None] = {}  # the oldest first
-        self._most_tokens = 0  # of any rank in a plan on which hosts agreed
+        self._most_tokens = self._declared  # or of any rank in a plan on which hosts agreed
         self._refusal: str | None = None
 
     def enter_plan(self, topk_idx: torch.Tensor) -> tuple[int, int]:
         """Check the arguments of plan.  Collective.
 
         Returns:
-            the number of the call, and the most tokens of any rank or, in static mode with a number
-            of rows, of any plan so far: ranks may bring fewer then, each its own number.
+            the number of the call, and the most tokens of any rank or, in static mode where they
+            may differ, of any plan so far or as declared: ranks may then bring fewer.
         """
         self.raise_refusal()
         shape = checks.routing_shape(topk_idx)
         num_tokens = shape[0]
         key = ("plan", shape[-1:], num_tokens if self._is_even else None)
-        fits = self._is_even or num_tokens <= self._most_tokens
+        fits = self._is_even or self._declared > 0 or num_tokens <= self._most_tokens
         if self.go_on and key in self._agreed and fits:
             if problem := self._shape_problem(topk_idx):
                 self.refuse("plan", problem)
@@ -130,4 +130,4 @@ class Calls:
         return self._engine.topk_problem(topk_idx)
 
     def _shape_problem(self, topk_idx: torch.Tensor) -> str | None:
-        return checks.topk_shape_problem(topk_idx, self._group.device, self._engine.caps)
+        return self._engine.topk_shape_problem(topk_idx)

@@ -208,7 +208,7 @@ class NativeEngine(EngineBase[NativePlan]):
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
         self.require_open()
-        return NativeLowLatency(self._shared, self.streams, self.num_experts, self.config, sizes)
+        return NativeLowLatency(self._shared, self.streams, self.config, sizes)
 
     def _release(self) -> None:
         """Release the windows, which the group's last engine frees."""

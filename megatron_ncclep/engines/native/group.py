@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 # Windows are made for a multiple of this many tokens, or of a larger step for large batches.
 MIN_TOKENS = 128
+# Bytes of a row before the first one has come.
+ROW_BYTES = 16
 # A rank's problem once it knows of a bad routing; the details follow.
 BAD_ROUTING = "the routing of an earlier plan was bad"
 # After a static plan to which ranks brought different numbers of tokens, hosts agree on this many
@@ -67,6 +69,7 @@ class NativeGroup(Resource):
         self.num_experts = num_experts
         self.plans_to_meet = 0
         self._refusal: str | None = None  # this rank's own
+        self._sizes = (0, 0, 0)  # tokens, top-k and row bytes that windows are or were for
         self.module = extension.load()
         communicator = communicator_of(group, timeout_s)
         self.domains = Nodes(communicator.num_domains, communicator.lsa_size)
@@ -204,13 +207,16 @@ class NativeGroup(Resource):
             PeerError: a rank did not come in time.
         """
         held = self.native.num_bytes
+        requested = (tokens_of_windows(num_tokens), top_k, row_bytes)
+        num_tokens, top_k, row_bytes = map(max, requested, self._sizes)
         growth = self.native.reserve(
-            num_tokens=tokens_of_windows(num_tokens),
+            num_tokens=num_tokens,
             top_k=top_k,
             row_bytes=row_bytes,
             stream=extension.current_stream(),
             all_gather=self.group.hosts.exchange,
         )
+        self._sizes = (num_tokens, top_k, row_bytes)
         if growth is None or self.group.rank != 0:
             return
         holds = self.native.num_bytes
@@ -309,6 +315,20 @@ class NativeGroup(Resource):
         waited = torch.empty(1, dtype=torch.int64, device=self.group.device)
         self.native.copy_waited_ns(waited, extension.current_stream())
         return waited
+
+    def memory_problem(self, graphs_are_dropped: bool) -> str | None:
+        """See `Resource.memory_problem`."""
+        if graphs_are_dropped or not self.native.was_captured:
+            return None
+        return (
+            "a CUDA graph holds calls of the expert-parallel group, and a replay would write to "
+            "memory that is no longer its own: drop all such graphs, and say so with "
+            "graphs_are_dropped=True"
+        )
+
+    def release_memory(self) -> None:
+        """Close the windows.  Collective; calls that need them make them again."""
+        self.native.release_windows()
 
     def close(self) -> None:
         """Free the windows.  Collective."""

@@ -22,7 +22,7 @@ from megatron_ncclep.engines.native.buffers import (
     RowsBuffers,
     try_allocate,
 )
-from megatron_ncclep.engines.native.group import BAD_ROUTING, NativeGroup
+from megatron_ncclep.engines.native.group import BAD_ROUTING, ROW_BYTES, NativeGroup
 from megatron_ncclep.engines.native.plan import (
     HEADROOM,
     NativePlan,
@@ -91,7 +91,7 @@ class HostProtocol:
         self._engine, self._config, self._hosts = engine, engine.config, engine.group.hosts
         self._shared, self._native = shared, shared.native
         self._is_static = engine.config.max_recv_rows is not None
-        self._row_bytes = 16  # of the longest row so far
+        self._row_bytes = ROW_BYTES  # of the longest row so far
         self._most_tokens = 0  # of any rank so far
         # Assignments that the next plan has room for, as a multiple of a balanced load.
         self._capacity_factor = HEADROOM
@@ -101,8 +101,11 @@ class HostProtocol:
     def begin_plan(self, topk_idx: torch.Tensor) -> PlanCall:
         """Check the arguments of plan; provide memory and windows for it."""
         self._engine.require_open()
-        problem = checks.topk_shape_problem(topk_idx, self._engine.group.device, self._engine.caps)
-        shape = NO_SHAPE if problem else (*topk_idx.shape, self._row_bytes)
+        problem = self._engine.topk_shape_problem(topk_idx)
+        shape = NO_SHAPE
+        if problem is None:
+            largest = max(self._engine.declared_tokens, len(topk_idx))
+            shape = (largest, topk_idx.shape[1], self._row_bytes)
         fits = self._shared.begin(self._engine.timeout_s, *shape)
         is_known = (
             fits
@@ -114,7 +117,7 @@ class HostProtocol:
         )
         if is_known:
             return self._known_plan(topk_idx, problem)
-        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits))
+        return self._together("plan", lambda: self._agreed_plan(topk_idx, problem, fits, shape[0]))
 
     def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> PlanCall:
         """A static plan whose shape the other ranks need not know."""
@@ -127,25 +130,28 @@ class HostProtocol:
             problem = memory.problem
         self._shared.refuse("plan", problem)
 
-    def _agreed_plan(self, topk_idx: torch.Tensor, problem: str | None, fits: bool) -> PlanCall:
+    def _agreed_plan(
+        self, topk_idx: torch.Tensor, problem: str | None, fits: bool, largest: int
+    ) -> PlanCall:
         """Agree on a plan with all ranks' hosts, and exchange the numbers of tokens.
 
-        Windows that are too small grow; `fits` says that they are large enough for this rank's
-        batch.
+        Windows that are too small grow; `fits` says that they are large enough for `largest`
+        tokens, those of this rank's batch or as declared.
         """
         # Allocated before the ranks agree, so a rank without memory can still tell the others.
         problem = problem or self._agreed_plan_problem()
         if problem is not None:
             self._raise_with_all(topk_idx, problem)
-        expected = max(self._most_tokens, topk_idx.shape[0])
+        expected = max(self._most_tokens, largest)
         capacity = self._capacity(expected, topk_idx)
         memory = self._plan_memory(capacity, topk_idx)
         try:
             agreement = self._engine.agree_on_routes(topk_idx, memory.problem)
-            most_tokens = max(agreement.gathered)
-            if self._is_static:  # for exact plans hosts agree anyway
+            most_tokens = max(largest, *agreement.gathered)
+            # For exact plans hosts agree anyway, and what is declared does not grow.
+            if self._is_static and not self._engine.declared_tokens:
                 self._shared.note_batches(agreement.gathered)
-            if not fits or most_tokens > topk_idx.shape[0]:
+            if not fits or most_tokens > largest:
                 self._shared.reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
@@ -286,7 +292,7 @@ class HostProtocol:
                 "this batch has more tokens, a larger top-k or longer rows than all before, so "
                 f"this rank's windows must grow, but those of rank {rank} need not: in calls "
                 "on which the hosts do not agree, windows can only grow on all ranks at once. Run "
-                "the largest batch first, or set check_calls",
+                "the largest batch first, or set max_tokens_per_rank or check_calls",
             )
 
 

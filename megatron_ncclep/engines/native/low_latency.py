@@ -16,7 +16,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native.availability import most_sms
 from megatron_ncclep.engines.native.buffers import aligned, try_allocate
-from megatron_ncclep.engines.native.group import NativeGroup
+from megatron_ncclep.engines.native.group import ROW_BYTES, NativeGroup
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import groups_with_low_latency
@@ -45,7 +45,6 @@ class NativeLowLatency(Resource):
         self,
         shared: NativeGroup,
         streams: extension.StreamKeeper,
-        num_experts: int,
         config: EpConfig,
         sizes: LowLatencySizes,
     ) -> None:
@@ -58,21 +57,14 @@ class NativeLowLatency(Resource):
         self._group, self._sizes = shared.group, sizes
         self._shared, self._streams, self._config = shared, streams, config
         self._num_tokens = 0  # of the last dispatch
+        self._is_dispatched = False  # rows are here, or come, and have not been combined
         group = shared.group
         timeout_s = group.deadline_s(config)
         shared.begin(timeout_s)
         communicator_of(group, timeout_s)  # held for as long as the window
+        self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         try:
-            self._native: _C.LowLatencyHandle = shared.module.LowLatencyHandle(
-                shared.native,
-                max_tokens=sizes.max_tokens,
-                hidden=sizes.hidden,
-                top_k=sizes.top_k,
-                payload=str(_carried(sizes.payload)),
-                dtype=str(sizes.dtype),
-                num_scales=sizes.num_scales,
-                all_gather=group.hosts.exchange,
-            )
+            self._open()
         except Exception:
             group.resources.release("communicator", timeout_s)
             raise
@@ -83,30 +75,49 @@ class NativeLowLatency(Resource):
         # order for all groups would not do instead: two GPUs may queue them in different orders.
         most = most_sms(_num_sms(group.device), group.ranks_per_gpu(timeout_s))
         self._most_ctas = config.num_sms or min(DEFAULT_MOST_CTAS, most)
-        self._counts = torch.zeros(group.size, dtype=torch.int32, device=group.device)
-        places = (group.size, sizes.max_tokens)
-        scales = None
-        if sizes.num_scales:
-            scales = self._view(self._native.scales, torch.float32, *places, sizes.num_scales)
-        self._received = LowLatencyRows(
-            rows=self._view(self._native.rows, sizes.payload, *places, sizes.hidden),
-            topk_idx=self._view(self._native.experts, torch.int32, *places, sizes.top_k),
-            weights=self._view(self._native.weights, torch.float32, *places, sizes.top_k),
-            counts=self._counts,
-            num_local_experts=num_experts // group.size,
-            scales=scales,
-        )
         # Tensors that kernels in flight, or second halves still to come, read.
         self._arguments: _Arguments = {}
         group.num_low_latency += 1
+
+    def _open(self) -> None:
+        """Make the window.  Collective; raises on all ranks."""
+        sizes, group = self._sizes, self._group
+        native: _C.LowLatencyHandle = self._shared.module.LowLatencyHandle(
+            self._shared.native,
+            max_tokens=sizes.max_tokens,
+            hidden=sizes.hidden,
+            top_k=sizes.top_k,
+            payload=str(_carried(sizes.payload)),
+            dtype=str(sizes.dtype),
+            num_scales=sizes.num_scales,
+            all_gather=group.hosts.exchange,
+        )
+        self._native, self._is_open = native, True
+        places = (group.size, sizes.max_tokens)
+        scales = None
+        if sizes.num_scales:
+            scales = self._view(native.scales, torch.float32, *places, sizes.num_scales)
+        self._received = LowLatencyRows(
+            rows=self._view(native.rows, sizes.payload, *places, sizes.hidden),
+            topk_idx=self._view(native.experts, torch.int32, *places, sizes.top_k),
+            weights=self._view(native.weights, torch.float32, *places, sizes.top_k),
+            counts=self._counts,
+            num_local_experts=self._shared.num_experts // group.size,
+            scales=scales,
+        )
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""
         self._shared.begin(self._group.deadline_s(self._config))
         # Reported once where the group remains usable: a multi-rank group does not.
         problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
+        if problem is None and not self._is_open and torch.cuda.is_current_stream_capturing():
+            problem = "its memory was released: run the model once before a CUDA graph is captured"
         if problem is not None:
             self._shared.refuse(f"low-latency {phase}", problem)
+        if not self._is_open:
+            self._shared.reserve(1, self._sizes.top_k, ROW_BYTES)
+            self._open()
         if sends:
             self._group.hosts.enter()
 
@@ -116,7 +127,7 @@ class NativeLowLatency(Resource):
 
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
         """See `LowLatencyCalls.dispatch`."""
-        self._num_tokens = tokens.x.shape[0]
+        self._num_tokens, self._is_dispatched = tokens.x.shape[0], True
         x, scales = tokens.x, tokens.scales
         stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
 
@@ -174,6 +185,7 @@ class NativeLowLatency(Resource):
                 stream=stream,
             )
         self._arguments = {} if completes else arguments
+        self._is_dispatched = not completes
         return out
 
     def complete_combine(self) -> torch.Tensor:
@@ -189,12 +201,24 @@ class NativeLowLatency(Resource):
                 num_ctas=num_ctas,
                 stream=stream,
             )
-        self._arguments = {}
+        self._arguments, self._is_dispatched = {}, False
         return out
+
+    def memory_problem(self, graphs_are_dropped: bool) -> str | None:
+        """See `Resource.memory_problem`; what graphs hold, the group knows."""
+        if not self._is_dispatched:
+            return None
+        return "a low-latency dispatch has no combine yet: call that first"
+
+    def release_memory(self) -> None:
+        """Close the window, which the next dispatch makes again.  Collective."""
+        if self._is_open:
+            self._native.close()
+            self._is_open = self._is_dispatched = False
 
     def close(self) -> None:
         """See `LowLatencyCalls.close`."""
-        self._native.close()
+        self.release_memory()
         self._group.num_low_latency -= 1
         self._group.resources.release("communicator", self._group.deadline_s(self._config))
 

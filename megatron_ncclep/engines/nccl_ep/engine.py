@@ -93,7 +93,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
             order=order,
             host_counts=padded,
             num_used=num_used,
-            num_staged_tokens=max(agreement.gathered),
+            num_staged_tokens=max(self.declared_tokens, *agreement.gathered),
             route=Route(),
         )
         if self._row_bytes:  # the layer has moved rows before: the library can plan now

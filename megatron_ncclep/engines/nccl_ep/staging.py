@@ -124,12 +124,12 @@ class Staging(Resource):
     def name(num_experts: int, config: EpConfig) -> str:
         """The name under which engines of a group share staging memory: those with equal staging.
 
-        A `max_recv_rows` that is a text also depends on the alignment, which otherwise only plans
-        need.
+        What a `max_recv_rows` that is a text means also depends on other options.
         """
-        rows = config.max_recv_rows
-        alignment = f" aligned to {config.block_alignment}" if isinstance(rows, str) else ""
-        return f"nccl_ep {num_experts} {rows}{alignment} {config.num_sms}"
+        rows, of = config.max_recv_rows, ""
+        if isinstance(rows, str):
+            of = f" of {config.max_tokens_per_rank} tokens aligned to {config.block_alignment}"
+        return f"nccl_ep {num_experts} {rows}{of} {config.num_sms}"
 
     @property
     def adds_by_assignment(self) -> bool:
@@ -148,7 +148,8 @@ class Staging(Resource):
         """Return the handle of `plan` for rows of `row_bytes`.  Collective when it makes one."""
         route = plan.route
         needed = (plan.num_staged_tokens, row_bytes, plan.top_k)
-        if any(n > limit for n, limit in zip(needed, self._limits, strict=True)):
+        is_larger = any(n > limit for n, limit in zip(needed, self._limits, strict=True))
+        if self._staged is None or is_larger:
             self._grow(needed)
         if route.handle is None or route.staged is not self._staged:
             device, num_local = self._group.device, self._num_experts // self._group.size
@@ -161,6 +162,11 @@ class Staging(Resource):
             route.handle, route.memory, route.staged = handle, memory, self._staged
             self._routes.add(route)
         return route.handle
+
+    def release_memory(self) -> None:
+        """Free the staging memory, which the next rows make again.  Collective."""
+        self.close()
+        self._routes = weakref.WeakSet()
 
     def close(self) -> None:
         """Free the staging memory.  Collective."""

@@ -115,7 +115,8 @@ def swiglu_experts(
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
 
-    The rows, gate and up, and the probabilities are kept for backward.  The host reads nothing.
+    Gate and up, the probabilities, and the rows unless fc1 is frozen, are kept for backward.  The
+    host reads nothing.
     Rows after the last block may hold anything; their results and gradients are undefined.
 
     Args:
@@ -148,7 +149,9 @@ class _SwigluExperts(torch.autograd.Function):
         products = mode.products
         gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, mode.has_backward)
         # The weights one by one, not their stack, which may be a copy that must not be kept.
-        ctx.save_for_backward(rows, scale, ends, gate_up, *weights)
+        fc1_trained, _ = _halves(ctx.needs_input_grad[4:])
+        kept = rows if any(fc1_trained) else None
+        ctx.save_for_backward(kept, scale, ends, gate_up, *weights)
         ctx.mode, ctx.probs_dtype = mode, probs.dtype
         return products.fc2(activated, stack_of(fc2), ends)
 

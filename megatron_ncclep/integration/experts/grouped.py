@@ -1,13 +1,13 @@
 """Megatron's experts with another `forward`: grouped GEMMs over offsets on the device.
 
 Megatron builds the experts as usual, so parameters, their names and values, random states and
-checkpoints are Megatron's own; then `group_experts` changes their class to a derived one.  When
-something has been put on their modules since (as_built.py), they compute as Megatron's again.
+checkpoints are Megatron's own; then `group_experts` changes their class to a derived one.  They
+compute known adapters (adapters.py).  When anything else has been put on their modules since
+(as_built.py), they compute as Megatron's again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step, holds_iteration
 from megatron_ncclep.integration.experts.activation import activate
+from megatron_ncclep.integration.experts.adapter_product import add_adapter
+from megatron_ncclep.integration.experts.adapters import weights_in
 from megatron_ncclep.integration.experts.as_built import AsBuilt
 from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of
 from megatron_ncclep.integration.experts.fused_swiglu import (
@@ -54,19 +56,12 @@ class GroupedExperts:
     num_local_experts: int
     _products: QuackProducts | None = None
     _has_products: bool | None = None
+    _addresses: tuple[int, ...] = ()
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
-        weights = self._weights_of(layer)
+        weights = weights_in(self.as_built.linears[layer])
         return weights[::-1] if self.reverse_local_experts else weights
-
-    def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
-        """The same weights in the experts' order."""
-        raise NotImplementedError
-
-    def modules_passed_over(self) -> Iterator[torch.nn.Module]:
-        """Modules that own the weights and whose own `forward` is not called."""
-        raise NotImplementedError
 
     # Backward adds to main_grad behind autograd's back, which cannot be traced.
     @torch.compiler.disable
@@ -102,6 +97,7 @@ class GroupedExperts:
         fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
         self._check_when_run(rows, fc1[0])
         self._run_pre_forward_hooks()
+        self._lay_out_frozen(fc1, fc2)
         # A copy from the CPU runs before the following work, and the host does not wait for it.
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
@@ -115,15 +111,20 @@ class GroupedExperts:
             flags_tell_of_the_step(config),
             holds_iteration(config),
         )
-        products = self._products_of(rows)
-        if products is not None and other_activation(config) is None:
+        products, adapters = self._products_of(rows), self.as_built.adapters
+        if products and not any(adapters.values()) and other_activation(config) is None:
             return swiglu_experts(rows, probs, offsets, fc1, fc2, products, target), None
         hidden = grouped_linear(rows, offsets, fc1, target, products=products)
+        for adapter in adapters.get("linear_fc1", ()):
+            add_adapter(hidden, rows, offsets, adapter, self.reverse_local_experts)
         activated = activate(config, hidden, probs)
         again = None
         if recomputes_activation(config):
             again = partial(activate, config, hidden.detach(), probs.detach())
-        return grouped_linear(activated, offsets, fc2, target, again, products), None
+        out = grouped_linear(activated, offsets, fc2, target, again, products)
+        for adapter in adapters.get("linear_fc2", ()):
+            add_adapter(out, activated, offsets, adapter, self.reverse_local_experts, again)
+        return out, None
 
     def lay_out_weights(self) -> None:
         """Put the experts' weights one behind the other, as Megatron's buffers do.
@@ -134,6 +135,21 @@ class GroupedExperts:
             weights = self.weights_of(layer)
             if view_of(weights) is None:
                 lay_out(weights)
+
+    def _lay_out_frozen(self, *layers: list[torch.nn.Parameter]) -> None:
+        """Lay frozen weights out again after something has moved them: `cuda()`, merged adapters.
+
+        No buffer of Megatron's holds them, and without a view each product would copy them.
+        """
+        addresses = tuple(weights[0].data_ptr() for weights in layers)
+        if addresses == self._addresses:
+            return
+        weights = [weight for layer in layers for weight in layer]
+        # A graph would hold the addresses from which it copies.
+        captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captured and not any(w.requires_grad or hasattr(w, "main_grad") for w in weights):
+            self.lay_out_weights()
+        self._addresses = tuple(weights[0].data_ptr() for weights in layers)
 
     def _products_of(self, rows: Tensor) -> QuackProducts | None:
         """quack-kernels' GEMMs, if they can run there; the first call's answer stays."""
@@ -154,37 +170,17 @@ class GroupedExperts:
 
     def _run_pre_forward_hooks(self) -> None:
         """Call the hooks that wait for the weights: DDP's, with overlap_param_gather."""
-        for module in self.modules_passed_over():
-            for hook in module._forward_pre_hooks.values():
+        for module in self.as_built.modules():
+            for hook in module._forward_pre_hooks.values() if module is not self else ():
                 hook(module, ())
 
 
 class GroupedTEExperts(GroupedExperts, TEGroupedMLP):
     """TransformerEngine's experts: linear_fc1.weight0, ..., linear_fc2.weight0, ..."""
 
-    def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
-        parameters = self._modules[layer]._parameters
-        return [parameters[f"weight{i}"] for i in range(self.num_local_experts)]
-
-    def modules_passed_over(self) -> Iterator[torch.nn.Module]:
-        """As in GroupedExperts."""
-        yield self.linear_fc1
-        yield self.linear_fc2
-
 
 class GroupedLocalExperts(GroupedExperts, SequentialMLP):
     """Megatron's own experts: local_experts.0.linear_fc1.weight, ..."""
-
-    def _weights_of(self, layer: str) -> list[torch.nn.Parameter]:
-        experts = self.local_experts._modules.values()
-        return [expert._modules[layer]._parameters["weight"] for expert in experts]
-
-    def modules_passed_over(self) -> Iterator[torch.nn.Module]:
-        """As in GroupedExperts."""
-        for expert in self.local_experts:
-            yield expert
-            yield expert.linear_fc1
-            yield expert.linear_fc2
 
 
 # Where the classes of experts' modules are that grouped experts know.
@@ -221,10 +217,10 @@ def group_experts(experts: Any, reverse_local_experts: bool = False) -> None:
         raise unsupported(problem)
     experts.__class__ = _GROUPED[type(experts)]
     experts.reverse_local_experts = reverse_local_experts
+    experts.as_built = AsBuilt(experts)
     weight = experts.weights_of("linear_fc1")[0]
     if weight.is_cuda:
         dtype = torch.bfloat16 if experts.config.bf16 else weight.dtype
         if problem := unavailable_reason(weight.device, dtype):
             raise unsupported(problem)
     experts.lay_out_weights()
-    experts.as_built = AsBuilt(experts)

@@ -1,4 +1,4 @@
-"""A linear layer of all experts, with gradients where Megatron wants them."""
+"""Products of all experts, with gradients where Megatron wants them or through autograd."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class _GroupedLinear(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         # The weights one by one, not their stack, which may be a copy that must not be kept.
-        ctx.save_for_backward(None if make_rows_again else rows, offsets, *weights)
+        needs_rows = make_rows_again is None and any(ctx.needs_input_grad[5:])
+        ctx.save_for_backward(rows if needs_rows else None, offsets, *weights)
         ctx.target, ctx.make_rows_again, ctx.products = target, make_rows_again, products
         return grouped_gemm.multiply(rows, stack_of(weights), offsets)
 
@@ -88,3 +89,51 @@ class _GroupedLinear(torch.autograd.Function):
                 product = partial(ctx.products.weight_gradients, grad, rows, ends, False)
             weight_grads = store_weight_gradients(weights, is_trained, product, ctx.target)
         return (rows_grad, None, None, None, None, *weight_grads)
+
+
+def grouped_product(
+    rows: Tensor,
+    offsets: Tensor,
+    matrices: Tensor,
+    make_rows_again: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Return rows @ matrices[g]^T for every block g; all gradients are autograd's.
+
+    Args:
+        rows, offsets, make_rows_again: as in `grouped_linear`.
+        matrices: [num_experts, out_features, in_features], in the blocks' order and rows' dtype.
+
+    Returns:
+        [num_rows, out_features].
+    """
+    result: Tensor = _GroupedProduct.apply(rows, offsets, matrices, make_rows_again)
+    return result
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        offsets: Tensor,
+        matrices: Tensor,
+        make_rows_again: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        needs_rows = make_rows_again is None and ctx.needs_input_grad[2]
+        ctx.save_for_backward(rows if needs_rows else None, offsets, matrices)
+        ctx.make_rows_again = make_rows_again
+        return grouped_gemm.multiply(rows, matrices, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, offsets, matrices = ctx.saved_tensors
+        grad, rows_grad = grad.contiguous(), None
+        gradients: Any = None
+        if ctx.needs_input_grad[0]:
+            rows_grad = grouped_gemm.input_gradient(grad, matrices, offsets)
+        if ctx.needs_input_grad[2]:
+            if ctx.make_rows_again is not None:
+                rows = ctx.make_rows_again().to(matrices.dtype)
+            gradients = grouped_gemm.weight_gradients(grad, rows, offsets)
+        return rows_grad, None, gradients, None

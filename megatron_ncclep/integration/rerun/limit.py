@@ -56,7 +56,7 @@ class FollowedLimit:
         self._loads.append(load)
         self._reruns.append(is_rerun)
         largest, before, reruns = max(self._loads), self.factor, sum(self._reruns)
-        factor = min(max(1000, -int(-largest * HEADROOM // 1)), ceiling)
+        factor = min(max(1, -int(-largest * HEADROOM // 1)), ceiling)
         is_short = is_rerun and factor > before and reruns >= (PATIENCE if holds_graph else 1)
         is_known = len(self._loads) == WINDOW
         is_long = before > ceiling or (is_known and before > MOST * largest and factor < before)

@@ -30,6 +30,7 @@ OPTIONS = EpConfig(
     engine="recording",
     alignment=16,
     max_recv_rows=64,
+    max_tokens_per_rank=50,
     on_overflow="raise",
     num_sms=7,
     experts="grouped",
@@ -42,7 +43,9 @@ OPTIONS = EpConfig(
     gradient_averaging="a2sgd",
     resync_interval=13,
 )
-EXACT = dataclasses.replace(OPTIONS, max_recv_rows=None, on_overflow="drop")
+EXACT = dataclasses.replace(
+    OPTIONS, max_recv_rows=None, max_tokens_per_rank=None, on_overflow="drop"
+)
 STATIC = dataclasses.replace(OPTIONS, on_overflow="drop")
 
 

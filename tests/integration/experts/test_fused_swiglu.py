@@ -7,12 +7,14 @@ import re
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_ncclep.integration.experts import fused_swiglu
+from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -118,3 +120,22 @@ def test_other_activations() -> None:
         found = fused_swiglu.other_activation(SimpleNamespace(**(swiglu | change)))
         assert found is not None
         assert problem in found
+
+
+def test_frozen_weights_keep_no_rows() -> None:
+    """They kept the rows of every layer of experts until backward, which had no use for them."""
+    rows, offsets = torch.zeros(16, 8, requires_grad=True), torch.tensor([16], dtype=torch.int32)
+    fc1, fc2 = torch.nn.Parameter(torch.zeros(8, 8)), torch.nn.Parameter(torch.zeros(8, 4))
+    products: Any = SimpleNamespace(
+        fc1=lambda rows, *_: (rows.new_zeros(16, 8), rows.new_zeros(16, 4)),
+        fc2=lambda activated, *_: activated.new_zeros(16, 8),
+    )
+    for trained in (True, False):
+        fc1.requires_grad_(trained)
+        kept: list[int] = []
+        keep = lambda tensor, kept=kept: kept.append(tensor.data_ptr())  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
+            fused_swiglu.swiglu_experts(
+                *(rows, torch.ones(16), offsets, [fc1], [fc2], products, GradientTarget())
+            )
+        assert (rows.data_ptr() in kept) == trained

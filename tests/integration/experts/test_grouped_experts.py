@@ -61,6 +61,26 @@ def test_parameters_are_megatrons(ctx: RankContext) -> None:
     assert ours.token_dispatcher.engine.config.alignment == 16
 
 
+def test_frozen_weights_that_have_moved(ctx: RankContext) -> None:
+    """Experts that were built on a CPU, frozen and moved to a GPU had a memory of their own each,
+    and every product began with a copy of all weights.
+    """
+    from megatron_ncclep.integration.experts.expert_stack import view_of
+
+    initialize(ep=2)
+    experts = build_layer(make_config("ncclep", torch.float32, 2, ncclep=GROUPED, **SWIGLU)).experts
+    rows, probs, counts = torch.ones(64, 16), torch.ones(64), torch.tensor([16, 0, 32, 16])
+    expected, _ = experts(rows, counts, probs)
+    for frozen in (False, True):
+        for weight in experts.parameters():
+            weight.data = weight.data.clone()
+            weight.requires_grad_(not frozen)
+        found, _ = experts(rows, counts, probs)
+        assert torch.equal(found, expected)
+        for layer in ("linear_fc1", "linear_fc2"):
+            assert (view_of(experts.weights_of(layer)) is not None) == frozen
+
+
 # ---- training
 
 

@@ -8,13 +8,12 @@ TransformerEngine, without any `__init__`.  tests/gpu/test_gpu_bridge.py trains 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
+from installed_bridge import PACKAGE, needs_bridge, without_init
 from megatron_setup import initialize, moe_submodules
 from rank_pool import RankContext
 from test_field import OPTIONS
@@ -24,10 +23,6 @@ from megatron_ncclep.integration import hooks
 from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = pytest.mark.alone
-
-PACKAGE = "megatron.bridge"
-is_installed = all(importlib.util.find_spec(name) for name in (PACKAGE, "hydra"))
-needs_bridge = pytest.mark.skipif(not is_installed, reason="Megatron-Bridge is not installed")
 
 
 @dataclass
@@ -94,16 +89,6 @@ def test_overrides_of_single_options() -> None:
     given = ["model.ncclep.engine=native", "+model.ncclep.alignment=16", "train.train_iters=2"]
     given += ["model.ncclep={engine:native}", "model.moe_token_dispatcher_type=ncclep"]
     assert module.parse_hydra_overrides(None, given) == [f"++{given[0]}", *given[1:]]
-
-
-def without_init(patch: pytest.MonkeyPatch) -> None:
-    """Make modules of Megatron-Bridge importable without running the `__init__` of any package."""
-    (root,) = importlib.util.find_spec(PACKAGE).submodule_search_locations
-    for folder in ("", "models", "training", "training/utils", "utils"):
-        name = ".".join([PACKAGE, *folder.split("/")]).rstrip(".")
-        package = ModuleType(name)
-        package.__path__ = [f"{root}/{folder}"]
-        patch.setitem(sys.modules, name, package)
 
 
 @needs_bridge

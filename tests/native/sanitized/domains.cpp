@@ -1,4 +1,5 @@
 // What the host passes to kernels of a group of several NVLink domains.
+#include "c_interface/handles.h"
 #include "objects.h"
 
 namespace {
@@ -58,8 +59,13 @@ void domains() {
   REQUIRE(standin::launched.received == 0 && standin::launched.num_rounds > 1);
   REQUIRE(o.info().num_bytes < 8 * least);
 
-  // A low-latency object closes, then the group.
+  // Windows are released and made again, a low-latency object closes, then the group.
   const int before = standin::launched.num_closes;
+  o.group->group->release_windows();
+  REQUIRE(standin::launched.num_closes == before + 1);
+  reserve(o, 1024, 16 * kLongHidden);
+  make_calls(o, 1024);
+  REQUIRE(standin::launched.received == 0 && standin::launched.num_rounds > 1);
   o.close();
-  REQUIRE(standin::launched.num_closes == before + 2);
+  REQUIRE(standin::launched.num_closes == before + 3);
 }

@@ -414,9 +414,10 @@ void arguments() {
 
 int main(int num_words, char** words) {
   const std::map<std::string, void (*)()> cases = {
-      {"failures", failures}, {"order", order},      {"sizes", sizes},     {"late", late_ranks},
-      {"growth", growth},     {"waiting", waiting},  {"results", results}, {"arguments", arguments},
-      {"domains", domains},   {"versions", versions}};
+      {"failures", failures}, {"order", order},         {"sizes", sizes},
+      {"late", late_ranks},   {"growth", growth},       {"waiting", waiting},
+      {"results", results},   {"arguments", arguments}, {"domains", domains},
+      {"versions", versions}, {"phases", phases}};
   nccl_path = words[2];
   if (num_words > 3) emu::mistake = std::atoi(words[3]);
   fake_make_windows(words[1] == std::string("domains") ? 4 : 1);

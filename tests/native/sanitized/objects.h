@@ -97,8 +97,10 @@ class Numbers {
   ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
 };
 
-// Cases of other files: several NVLink domains, and programs with an older header.
+// Cases of other files: several NVLink domains, windows that are given back, and programs with an
+// older header.
 void domains();
+void phases();
 void versions();
 
 // One of each object, and tensors for their calls.

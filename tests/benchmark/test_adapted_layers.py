@@ -1,0 +1,96 @@
+"""Layers with frozen experts and with adapters: the check accepts right results only."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from adapter_libraries import LoRALinear, ParallelLinearAdapter
+from rank_pool import RankContext, RankPool
+from stand_ins import FFN, prepared_on
+from test_layers import CASES
+
+from benchmarks import adapted_layers
+from benchmarks.catalogue import known_variant
+from megatron_ncclep.benchmark import UnavailableError
+from megatron_ncclep.benchmark.shapes import Workload
+from megatron_ncclep.errors import InputError
+
+LAYERS = ["layer:alltoall", "layer:ncclep:reference:grouped"]
+
+
+class LoRA:
+    """In place of Megatron-Bridge's, on Megatron's own experts."""
+
+    def __init__(self, target_modules: list[str], dim: int, alpha: int, **more: Any) -> None:
+        self.linears, self.dim, self.alpha = target_modules, dim, alpha
+        assert more == {"share_expert_adapters": False}
+
+    def __call__(self, whole: Any) -> None:
+        experts = whole.mlp.experts
+        for expert in experts.local_experts:
+            for name in self.linears:
+                linear = getattr(expert, name)
+                adapter = ParallelLinearAdapter(linear.weight, experts.config, rank=self.dim)
+                adapter.dim, adapter.alpha = self.dim, self.alpha
+                setattr(expert, name, LoRALinear(linear, adapter))
+
+
+def check_on_rank(context: RankContext, name: str, case: str, spoil: str) -> str | None:
+    """Prepare a layer, spoil something on rank 1, and check it."""
+    workload: Any = Workload(CASES[case], context.rank, FFN)
+    bridge: Any = SimpleNamespace(LoRA=LoRA)
+    with mock.patch.dict(sys.modules, {adapted_layers.LORA: bridge}):
+        prepared = prepared_on(context, name, workload)
+    experts: Any = prepared._layer.experts.local_experts[1]
+    if context.rank == 1 and spoil == "scale":
+        for expert in prepared._layer.experts.local_experts:
+            expert.linear_fc1.adapter.alpha *= 3
+    elif context.rank == 1 and spoil == "gradient":
+        experts.linear_fc2.adapter.linear_in.weight.register_hook(lambda grad: grad / 2)
+    try:
+        for call in prepared.passes.values():
+            call()
+        problem: str | None = prepared.problem()
+        assert all(w.grad is None for w in prepared._shared.module.parameters())
+        return problem
+    finally:
+        prepared.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("word", ["frozen", "lora16"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_right_results_pass(two_ranks: RankPool, layer: str, word: str, case: str) -> None:
+    assert two_ranks.run(check_on_rank, f"{layer}:{word}", case, "none") == [None, None]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("spoil", "found"), [("scale", "output"), ("gradient", "first factor")])
+def test_wrong_results_are_rejected(
+    two_ranks: RankPool, layer: str, spoil: str, found: str
+) -> None:
+    problems = two_ranks.run(check_on_rank, f"{layer}:lora16", "fp32", spoil)
+    assert found in str(problems)
+
+
+def test_names() -> None:
+    variant = known_variant("layer:ncclep:native:grouped:lora32:full_iteration")
+    assert (variant.frozen, variant.lora_rank, variant.static) == (True, 32, True)
+    variant = known_variant("layer:alltoall:frozen")
+    assert (variant.frozen, variant.lora_rank, variant.ours) == (True, 0, False)
+    assert not known_variant("layer:alltoall").frozen
+    for name in ("layer:alltoall:lora8", "train:alltoall:frozen", "layer:alltoall:lora16:static"):
+        with pytest.raises(InputError):
+            known_variant(name)
+
+
+def test_without_megatron_bridge() -> None:
+    with (
+        mock.patch.object(adapted_layers, "LORA", "no_such_library"),
+        pytest.raises(UnavailableError, match="adapters need Megatron-Bridge, whose import fails"),
+    ):
+        adapted_layers.put_on(None, 16, 0)

@@ -1,0 +1,87 @@
+"""A process that hands the GPU over and takes it back 50 times, between any two calls.
+
+That what was held is gone in between: tests/native/test_released_windows.py, and on GPUs
+tests/gpu/test_gpu_released_memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankContext, RankPool
+from run_case import assert_steps, fitted, opened, run_case
+
+import megatron_ncclep
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.engines import create_engine
+from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
+
+PHASES = 50
+
+
+def phases_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[torch.Tensor]]:
+    """The results of two engines in turn, one of them with other experts."""
+    results = []
+    other = dataclasses.replace(case, num_experts=2 * case.num_experts)
+    with opened(ctx, case, engine_name) as (case, engine), opened(ctx, other, engine_name) as both:
+        for phase in range(PHASES):
+            mine, of = (case, engine) if phase % 2 else both
+            batch = dataclasses.replace(mine, seed=phase)
+            plan = of.plan(batch.topk_idx(ctx.rank))
+            if phase % 3 == 0:
+                megatron_ncclep.release_memory(ctx.group)
+            x = batch.rows(ctx.rank, plan.num_tokens, salt=2)
+            rows, row_w = of.dispatch(plan, x, batch.weights(ctx.rank))
+            if phase % 3 == 1:
+                megatron_ncclep.release_memory(ctx.group)
+            out, topk_w = of.combine(plan, batch.rows(ctx.rank, plan.num_rows, salt=5), row_w)
+            megatron_ncclep.release_memory(ctx.group)
+            assert row_w is not None
+            assert topk_w is not None
+            results.append([rows, row_w, out, topk_w])
+    return results
+
+
+@pytest.mark.parametrize("rows", [None, 96], ids=["exact", "static"])
+def test_every_batch_is_the_oracles(pool: RankPool, engine_name: str, rows: int | None) -> None:
+    R = pool.size
+    case = Case("phases", tuple(9 + r for r in range(R)), 4 * R, max_recv_rows=rows)
+    case = fitted(case, pool, engine_name)
+    results = run_case(pool, phases_on_rank, case, engine_name)
+    if results is None:
+        return  # refused, as it must be
+    for phase in range(PHASES):
+        factor = 1 if phase % 2 else 2
+        batch = dataclasses.replace(case, seed=phase, num_experts=factor * case.num_experts)
+        assert_steps(batch, engine_name, [mine[phase] for mine in results])
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.ranks(2)
+def test_all_ranks_release(ctx: RankContext, engine_name: str) -> None:
+    """Who comes alone is told so, and where the others are."""
+    group = dist.new_group([0, 1])
+    options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 20.0}
+    engine = create_engine(group, 8, options)
+    topk_idx = torch.tensor([[0, 7]], device=ctx.device)
+    engine.plan(topk_idx)
+    with pytest.raises(InputError, match="graphs_are_dropped differs"):
+        megatron_ncclep.release_memory(group, graphs_are_dropped=ctx.rank == 1)
+    engine.plan(topk_idx)
+
+    def call() -> None:
+        megatron_ncclep.release_memory(group) if ctx.rank == 0 else engine.plan(topk_idx)
+
+    with pytest.raises(PeerError, match="release_memory"):
+        call()
+    megatron_ncclep.close(group)
+    megatron_ncclep.release_memory(group)  # nothing is left, as without engines
+    with pytest.raises(GroupClosedError):
+        engine.plan(topk_idx)
+    create_engine(group, 8, options).plan(topk_idx)
+    dist.destroy_process_group(group)
+    megatron_ncclep.release_memory(group)  # what torch has destroyed, close() frees
+    megatron_ncclep.close(group)
