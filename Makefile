@@ -75,6 +75,7 @@ wheel: $(READY)  ## build the source distribution and the wheel, into dist/ or A
 	PYTHON=$(BIN)/python scripts/build_wheel.sh $(ARGS)
 
 release: wheel  ## build a release's files into dist/, check them, and sort them into build/upload
+	rm -rf build/upload
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python scripts/check_wheels.py --sort-into build/upload dist
 
 format: $(READY)  ## rewrite all sources in the project's style
@@ -85,7 +86,7 @@ format: $(READY)  ## rewrite all sources in the project's style
 setup: $(BUILT)  ## make the virtual environment only
 
 $(READY): pyproject.toml setup.py $(wildcard constraints/*.txt) scripts/setup_venv.sh scripts/fetch_megatron.sh
-	scripts/setup_venv.sh $(VENV)
+	NCCLEP_BUILD_EXTENSION=0 scripts/setup_venv.sh $(VENV)
 	@touch $@
 
 $(BUILT): $(READY) $(shell find csrc -type f)

@@ -22,6 +22,7 @@ Environment:
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -199,6 +200,16 @@ class BuildExtension(build_ext):
         return str(target)
 
 
+def long_description():
+    """README.md for an index's page, where links need the address of this version's files."""
+    project = (ROOT / "pyproject.toml").read_text()
+    address = re.search('^Repository = "(.+)"$', project, re.MULTILINE)[1]
+    version = runpy.run_path(ROOT / "megatron_ncclep" / "version.py")["__version__"]
+    files = f"]({address}/blob/v{version}/"
+    linked = re.sub(r"\]\((?!https?:|#)", files, (ROOT / "README.md").read_text())
+    return linked.replace(".svg)", ".svg?raw=true)")
+
+
 def extensions():
     """The library and the extension; neither if the environment or the machine rules them out."""
     wanted = os.environ.get("NCCLEP_BUILD_EXTENSION", "")
@@ -231,6 +242,8 @@ def extensions():
 
 
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     packages=[
         "megatron_ncclep",
         "megatron_ncclep.benchmark",

@@ -77,10 +77,11 @@ def look(wheel: Path) -> tuple[str, str, str]:
         f"its code is for {machines}",
     )
     require(len(built) == 1, f"it was built with {built}")
-    (is_cu12,) = ("CUDA 12." in each for each in built)
-    require(version.local == ("cu12" if is_cu12 else None), f"it was built with {built}")
+    (how,) = built
+    require(version.local == ("cu12" if "CUDA 12." in how else None), f"it was built with {how}")
+    require("with NCCL 2" in how, f"no kernels over a network: set NCCL_HOME; it has {how}")
     python = re.sub(r"cp(\d)(\d+)", r"\1.\2", next(iter(tags)).interpreter)
-    return machines.pop(), python, built.pop()
+    return machines.pop(), python, how
 
 
 def find_python(version: str) -> str | None:
@@ -127,19 +128,23 @@ def notes(tag: str | None) -> str:
             raise SystemExit(f"{tag} is not v{VERSION}, the version in megatron_ncclep/version.py")
         if not re.fullmatch(r"\(\d{4}-\d\d-\d\d\)", heading):
             raise SystemExit(f"CHANGELOG.md has no date for {VERSION}: {heading}")
-        if UNKNOWN_ADDRESS in (ROOT / "pyproject.toml").read_text():
-            raise SystemExit(f"pyproject.toml: replace {UNKNOWN_ADDRESS} by the project's address")
-    return rest.partition("\n## ")[0].strip() + "\n"
+        for name in ("pyproject.toml", "CITATION.cff"):
+            if UNKNOWN_ADDRESS in (ROOT / name).read_text():
+                raise SystemExit(f"{name}: replace {UNKNOWN_ADDRESS} by the project's address")
+    # Beside a release, links need the address of its files.
+    project = (ROOT / "pyproject.toml").read_text()
+    (address,) = re.findall('^Repository = "(.+)"$', project, re.MULTILINE)
+    section = rest.partition("\n## ")[0].strip() + "\n"
+    return re.sub(r"\]\((?!https?:|#)", f"]({address}/blob/v{VERSION}/", section)
 
 
 def sort_into(folder: Path, files: list[Path], text: str) -> None:
     """Copy the files to where they are uploaded from, with checksums and the notes."""
+    for part in ("index", "release"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
     for path in files:
-        to = folder / ("release" if "+" in path.name else "index")
-        to.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, to)
+        shutil.copy2(path, folder / ("release" if "+" in path.name else "index"))
     sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
-    (folder / "release").mkdir(parents=True, exist_ok=True)
     (folder / "release" / "SHA256SUMS").write_text("".join(sums))
     (folder / "notes.md").write_text(text)
 

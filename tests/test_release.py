@@ -76,6 +76,19 @@ echo object >"$output"
 """
 
 
+def test_links_lead_somewhere_on_a_page_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index and a release's page showed links to docs/ of their own sites, and no figure."""
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
+    shown = runpy.run_path(str(ROOT / "setup.py"))["long_description"]()
+    version = f"https://github.com/\\w+/megatron-ncclep/blob/v{re.escape(__version__)}"
+    for text in (shown, check_wheels.notes(None)):
+        paths = re.findall(rf"\]\({version}/([^)?#]+)", text)
+        assert paths
+        assert all((ROOT / path).exists() for path in paths)
+        assert not re.findall(r"\]\((?!https://|#)[^)]*", text)
+    assert re.search(rf"!\[[^]]+\]\({version}/docs/figures/\w+\.svg\?raw=true\)", shown)
+
+
 def test_wheels_of_several_pythons_share_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +119,7 @@ def test_wheels_of_several_pythons_share_kernels(
 
 # --- scripts/check_wheels.py ---------------------------------------------------------------------
 
-CUDA_13, CUDA_12 = ("CUDA 13.0 for sm_90 compute_90", "CUDA 12.4 for sm_90 compute_90")
+CUDA_13, CUDA_12 = (f"CUDA {each} for sm_90 compute_90 with NCCL 2.30.7" for each in (13.0, 12.4))
 TAGS = f"cp312-cp312-manylinux_2_28_{platform.machine()}"
 
 
@@ -145,6 +158,8 @@ def test_wheels_go_where_they_are_taken(tmp_path: Path) -> None:
         ({"built": CUDA_12}, "it was built with"),
         ({"version": f"{__version__}+cu12"}, "it was built with"),
         ({"built": ""}, "it was built with set()"),
+        # `make release` in an environment with an older NCCL made such wheels, and took them.
+        ({"built": CUDA_13.partition("2.30")[0]}, "no kernels over a network: set NCCL_HOME"),
         ({"version": "9.9.9"}, f"the tree's version is {__version__}"),
         ({"tags": "cp312-cp312-manylinux_2_28_riscv64"}, "its code is for"),
     ],
@@ -156,7 +171,33 @@ def test_wheels_that_must_not_be_uploaded(
         check_wheels.look(made(tmp_path, **changes))
 
 
-def test_no_release_before_its_date_and_address() -> None:
-    for tag, problem in (("v9.9.9", "is not v"), (f"v{__version__}", "no date for|replace")):
-        with pytest.raises(SystemExit, match=problem):
+@pytest.mark.parametrize(
+    ("tag", "unfinished", "problem"),
+    [
+        ("v9.9.9", "", f"v9.9.9 is not v{__version__}"),
+        (f"v{__version__}", "CHANGELOG.md", "CHANGELOG.md has no date for"),
+        (f"v{__version__}", "pyproject.toml", "pyproject.toml: replace https://github.com/OWNER/"),
+        (f"v{__version__}", "CITATION.cff", "CITATION.cff: replace https://github.com/OWNER/"),
+        (f"v{__version__}", "", None),
+    ],
+)
+def test_no_release_before_its_date_and_address(
+    tag: str,
+    unfinished: str,
+    problem: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The address was looked for in one of its two files, and after the date: no test saw that."""
+    for name in ("CHANGELOG.md", "pyproject.toml", "CITATION.cff"):
+        text = (ROOT / name).read_text()
+        if name != unfinished:
+            text = re.sub(r"^(## [\d.]+) .*", r"\1 (2026-12-01)", text, flags=re.MULTILINE)
+            text = text.replace("/OWNER/", "/somebody/")
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(check_wheels, "ROOT", tmp_path)
+    if problem is None:
+        assert "The first release" in check_wheels.notes(tag)
+    else:
+        with pytest.raises(SystemExit, match=re.escape(problem)):
             check_wheels.notes(tag)

@@ -129,7 +129,7 @@ def test_the_wheel_is_complete(built: Built):
         (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
         declared = archive.read(entry_points).decode()
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        described = archive.read(about).decode().partition("\n\n")[0]
+        described, _, shown = archive.read(about).decode().partition("\n\n")
     configs = {f"megatron_ncclep/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*/*.yaml")}
     compiled = {path.relative_to(ROOT).as_posix() for path in EXTENSIONS}
     header = "megatron_ncclep/include/ncclep.h"
@@ -139,8 +139,10 @@ def test_the_wheel_is_complete(built: Built):
         "License-Expression: Apache-2.0",
         "Requires-Python: >=3.10",
         "Requires-Dist: torch",
+        "Description-Content-Type: text/markdown",
     ):
         assert f"\n{line}" in described
+    assert f"/blob/v{__version__}/docs/install.md)" in shown
     assert described.count("\nProject-URL: ") >= 3
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared

@@ -148,7 +148,9 @@ def _start_ranks(job: Job, argv: list[str], reports: Path) -> int:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.ranks)))
     if job.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    # Without an address, torchrun retries the host's name for minutes where nothing resolves it.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(job.ranks), "--log-dir", str(reports)]
     command += ["-m", "megatron_ncclep", *argv]
     print(f"starting {job.ranks} ranks, which takes a few seconds", flush=True)

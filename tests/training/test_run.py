@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import numpy as np
 import psutil
 import pytest
 from small_job import MODEL, TIMEOUT_S, Finished, Trainer, command, entries, environment, losses
+from timeouts import patient
 
 from benchmarks import plot
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.version import __version__
 
 STEPS, EVERY = MODEL["train-iters"], MODEL["eval-interval"]
 
@@ -174,3 +178,27 @@ def test_the_last_line_says_what_a_killed_rank_did(arguments: tuple[str, ...], t
     assert was_ended or lines[-1].startswith("ncclep train: error: rank 0: "), lines[-3:]
     if not was_ended and extension.unavailable_reason() is None:
         assert f"rank 1 (process {killed.pid}) has died" in lines[-1]
+
+
+NAMELESS = """
+import socket
+socket.getfqdn = lambda name="": "nothing-resolves-this.invalid"
+"""
+
+
+def test_ranks_start_where_the_name_of_the_host_is_unknown(tmp_path: Path):
+    """In a container without its name in /etc/hosts, `ncclep train` only repeated a warning.
+
+    torchrun looked for itself by that name, for five minutes and then again.
+    """
+    (tmp_path / "sitecustomize.py").write_text(NAMELESS)
+    start = (
+        "import types, pathlib; from megatron_ncclep.training.command import _start_ranks; "
+        "_start_ranks(types.SimpleNamespace(ranks=2, device='cpu'), ['--version'], pathlib.Path())"
+    )
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-c", start], env={**environment(), "PYTHONPATH": path}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=patient(60),
+    )  # fmt: skip
+    assert done.stdout.splitlines()[1:] == [__version__] * 2, done.stderr
