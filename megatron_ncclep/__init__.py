@@ -96,19 +96,17 @@ def close(process_group: ProcessGroup | None = None) -> None:
     Waits for the other ranks for at most the `timeout_s` of the engine made last.  If they do not
     come or have died, or if the process group was destroyed, this rank frees its own part without
     them.  If its device stays busy until the deadline, that part is freed once the device is idle.
-    Both are logged as warnings; nothing is raised.
+    Both are logged as warnings, and no error.
 
     Args:
         process_group: the expert-parallel group; None: all groups for which this process has made
             engines, in the order of their first engines.
+
+    Raises:
+        InputError: `process_group` is no process group.
     """
-    groups = _groups()
-    if groups is None:
-        return
-    if process_group is None:
-        groups.close_all()
-    else:
-        groups.close_group(process_group)
+    if groups := _groups():
+        groups.close_groups(process_group)
 
 
 def release_memory(
@@ -130,7 +128,7 @@ def release_memory(
     Raises:
         InputError: on every rank, and nothing was released: on some rank a CUDA graph holds calls
             of the group, or is being captured, or a low-latency dispatch still has no combine; or
-            the ranks' arguments differ.
+            the ranks' arguments differ, or `process_group` is no process group.
         PeerError: a rank did not come in time, or is in a different call.
         RefusedError, RowsDroppedError: see `check`.
     """

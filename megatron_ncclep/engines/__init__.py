@@ -219,7 +219,9 @@ def _problem(group: EpGroup, num_experts: int, config: EpConfig) -> str | None:
             "the load of the last steps: give an engine a number, a factor or 'worst'"
         )
     rows = config.max_recv_rows
-    if isinstance(rows, str) and config.on_overflow == DROP and (thousandths(rows) or 1000) < 1000:
+    # With max_tokens_per_rank it is a factor of a batch that may be rare.
+    always_drops = config.on_overflow == DROP and config.max_tokens_per_rank is None
+    if isinstance(rows, str) and always_drops and (thousandths(rows) or 1000) < 1000:
         return (
             f"max_recv_rows is {rows!r} and on_overflow {DROP!r}: even of a balanced load rows are "
             "dropped: set '1x' or more, or, where tokens have fewer experts than top-k, a number"

@@ -34,7 +34,7 @@ def change_destroy(original: Any) -> Any:
             for name in _GETTERS:
                 process_group = getattr(module, name)(check_initialized=False)
                 if process_group is not None:
-                    groups.close_group(process_group, alone)
+                    groups.close_groups(process_group, alone)
         return original(*args, **kwargs)
 
     return destroy

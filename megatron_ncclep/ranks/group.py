@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import EpError
+from megatron_ncclep.errors import EpError, InputError
 from megatron_ncclep.logs import get_logger
 from megatron_ncclep.ranks import topology
 from megatron_ncclep.ranks.hosts import Hosts
@@ -156,7 +156,9 @@ class EpGroup(Uncopied):
         else:
             problem = self.resources.memory_problem(graphs_are_dropped)
         values: dict[str, int | str | None] = {"graphs_are_dropped": graphs_are_dropped}
+        is_used = self.hosts.is_used
         self.hosts.agree("release_memory", values, problem, self.timeout_s)
+        self.hosts.is_used = is_used  # the first step may still lie ahead
         self.resources.release_memory()
 
     def raise_failure(self) -> None:
@@ -239,23 +241,36 @@ def _find(process_group: dist.ProcessGroup) -> EpGroup | None:
     return next((group for group in _groups if group.torch.is_of(process_group)), None)
 
 
-def close_group(process_group: dist.ProcessGroup, alone: bool = False) -> None:
-    """Close the open group of `process_group`, if there is one; see `EpGroup.close`."""
-    if group := _find(process_group):
+def _chosen(process_group: dist.ProcessGroup | None) -> list[EpGroup]:
+    """The open groups of this process; with `process_group`, only its own, if there is one.
+
+    Raises:
+        InputError: it is no process group.
+    """
+    if process_group is None:
+        return list(_groups)
+    # The other one is what torch gives ranks outside of a group.
+    if not isinstance(process_group, dist.ProcessGroup) and (
+        process_group != dist.GroupMember.NON_GROUP_MEMBER
+    ):
+        raise InputError(
+            f"process_group {process_group!r}: must be a process group of torch.distributed, or "
+            "left out, for all groups of this process"
+        )
+    return [found] if (found := _find(process_group)) else []
+
+
+def close_groups(process_group: dist.ProcessGroup | None, alone: bool = False) -> None:
+    """See `megatron_ncclep.close`, and `EpGroup.close`."""
+    for group in _chosen(process_group):
         group.close(alone)
-
-
-def close_all() -> None:
-    """Close all groups in the order in which they were made; see `EpGroup.close`."""
-    for group in list(_groups):
-        group.close()
 
 
 def release_memory(process_group: dist.ProcessGroup | None, graphs_are_dropped: bool) -> None:
     """See `megatron_ncclep.release_memory`."""
-    for group in list(_groups):
+    for group in _chosen(process_group):
         # torch has destroyed the others: making an engine over a new group closes them.
-        if group.torch.is_alive and (process_group is None or group.torch.is_of(process_group)):
+        if group.torch.is_alive:
             group.release_memory(graphs_are_dropped)
 
 

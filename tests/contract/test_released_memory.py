@@ -18,6 +18,7 @@ import megatron_ncclep
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.errors import GroupClosedError, InputError, PeerError
+from megatron_ncclep.ranks.group import EpGroup
 
 PHASES = 50
 
@@ -85,3 +86,32 @@ def test_all_ranks_release(ctx: RankContext, engine_name: str) -> None:
     dist.destroy_process_group(group)
     megatron_ncclep.release_memory(group)  # what torch has destroyed, close() frees
     megatron_ncclep.close(group)
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.ranks(2)
+def test_the_first_step_still_lies_ahead(ctx: RankContext, engine_name: str) -> None:
+    """Who gave memory back twice before the first pass, for a generator that comes first, lost the
+    longer deadline of the step in which ranks compile.
+    """
+    group = dist.new_group([0, 1])
+    options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 40.0}
+    engine = create_engine(group, 8, options)
+    for _ in range(2):
+        megatron_ncclep.release_memory()
+    assert EpGroup.of(group).deadline_s(engine.config) == 40.0
+    engine.plan(torch.tensor([[0, 7]], device=ctx.device))
+    megatron_ncclep.release_memory()
+    assert EpGroup.of(group).deadline_s(engine.config) == 20.0
+    megatron_ncclep.close(group)
+    dist.destroy_process_group(group)
+
+
+def test_what_is_no_group(ctx: RankContext) -> None:
+    """`release_memory(True)`, meant as graphs_are_dropped, did nothing, and said nothing."""
+    for other in (True, "ep"):
+        words = f"process_group {other!r}: must be a process group"
+        for call in (megatron_ncclep.release_memory, megatron_ncclep.close):
+            with pytest.raises(InputError, match=words):
+                call(other)
+    megatron_ncclep.close(dist.GroupMember.NON_GROUP_MEMBER)  # what new_group gives other ranks

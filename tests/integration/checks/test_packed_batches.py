@@ -109,6 +109,21 @@ def test_too_many_tokens(ctx: RankContext) -> None:
         layer(torch.randn(8 if ctx.rank == 2 else 1, 1, HIDDEN))
 
 
+def test_a_part_of_the_declared_tokens(ctx: RankContext) -> None:
+    """Whose longest batch is rare had to make room for it, or to have steps run again: a factor
+    below 1x was refused with 'drop', as if every batch had the most tokens.
+    """
+    initialize(4)
+    half = replace(EXACT, max_recv_rows="0.5x", max_tokens_per_rank=40)
+    exact, layer = (
+        build_layer(make_config("ncclep", torch.float32, 4, ncclep=options))
+        for options in (EXACT, half)
+    )
+    layer.load_state_dict(exact.state_dict())
+    hidden = torch.randn(5, 1, HIDDEN, generator=torch.Generator().manual_seed(ctx.rank))
+    assert torch.equal(layer(hidden)[0], exact(hidden)[0])
+
+
 def test_padding_that_is_not_routed(ctx: RankContext) -> None:
     """In a CUDA graph a batch has a fixed number of tokens.  Those after the end of the real ones
     take no rows and no part of a link where the router's map has no expert for them.
