@@ -20,7 +20,7 @@ RANK, ALPHA = 4, 8
 def named(module: str, attributes: str = "") -> Any:
     """Give a class the module of the one that it stands for, and its objects further attributes."""
 
-    def change(kind: type) -> type:
+    def change(kind: Any) -> Any:
         kind.__module__ = module
         made = kind.__init__
 
@@ -194,7 +194,8 @@ class SharedOuterGroupedExpertAdapter(_Adapter):
         ).to(like.device, like.dtype)  # fmt: skip
         shape = (number, out, RANK) if is_fc1 else (number, RANK, into)
         of_each = _GroupedExpertAdapterWeight(random(*shape, like=like))
-        self.linear_in, self.linear_out = (shared, of_each) if is_fc1 else (of_each, shared)
+        factors: Any = (shared, of_each) if is_fc1 else (of_each, shared)
+        self.linear_in, self.linear_out = factors
         share(shared.weight)
 
     def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

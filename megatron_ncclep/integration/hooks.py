@@ -75,6 +75,7 @@ from megatron_ncclep.integration.options.field import (
     TYPE_FIELD,
     as_alltoall,
     change_fields,
+    names_variable,
     put_in_place,
     resolve_options,
 )
@@ -200,12 +201,13 @@ def _change_post_init(original: Any) -> Any:
     def post_init(self: Any) -> None:
         check_inference_type(self)
         check_generation(self)
-        put_in_place(self)
+        was_put_in_place = put_in_place(self)
         if getattr(self, TYPE_FIELD) != NAME:
             original(self)
             return
-        check_supported(self)
-        check_graph_options(self)
+        with names_variable(was_put_in_place):
+            check_supported(self)
+            check_graph_options(self)
         with as_alltoall(self):
             original(self)
 

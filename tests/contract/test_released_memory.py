@@ -98,10 +98,10 @@ def test_the_first_step_still_lies_ahead(ctx: RankContext, engine_name: str) -> 
     options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 40.0}
     engine = create_engine(group, 8, options)
     for _ in range(2):
-        megatron_ncclep.release_memory()
+        megatron_ncclep.release_memory(group)
     assert EpGroup.of(group).deadline_s(engine.config) == 40.0
     engine.plan(torch.tensor([[0, 7]], device=ctx.device))
-    megatron_ncclep.release_memory()
+    megatron_ncclep.release_memory(group)
     assert EpGroup.of(group).deadline_s(engine.config) == 20.0
     megatron_ncclep.close(group)
     dist.destroy_process_group(group)

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.patching import unknown, validated_as
 
 # The name of the field, and of the dispatcher type that it configures.
@@ -33,10 +34,26 @@ def is_ours(kind: str | None) -> bool:
     return kind == NAME or (kind is not None and kind == envs.get(IN_PLACE_OF))
 
 
-def put_in_place(config: Any) -> None:
-    """Give a config of a MoE model our type if NCCLEP_IN_PLACE_OF names its own."""
-    if config.num_moe_experts is not None and is_ours(getattr(config, TYPE_FIELD)):
-        setattr(config, TYPE_FIELD, NAME)
+def put_in_place(config: Any) -> bool:
+    """Give a config of a MoE model our type if NCCLEP_IN_PLACE_OF names its own; say whether."""
+    kind = getattr(config, TYPE_FIELD)
+    if kind == NAME or config.num_moe_experts is None or not is_ours(kind):
+        return False
+    setattr(config, TYPE_FIELD, NAME)
+    return True
+
+
+@contextmanager
+def names_variable(was_put_in_place: bool) -> Iterator[None]:
+    """Have a refusal name NCCLEP_IN_PLACE_OF, where that and no option asked for our type."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if not was_put_in_place:
+            raise
+        raise UnsupportedError(
+            f"{error}; or unset {IN_PLACE_OF}={envs.get(IN_PLACE_OF)}, which asks for {NAME!r} here"
+        ) from error
 
 
 def as_alltoall(config: Any) -> AbstractContextManager[None]:
