@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from adapted_experts import ADAPTED, change, of_bridge, wrap
-from changed_experts import Change, train
+from changed_experts import GPU_FIELDS, Change, train
 from deselect import needs_te
 from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 
-FIELDS: dict[str, Any] = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 64,
-    "moe_ffn_hidden_size": 64,
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-    "bias_activation_fusion": True,
-    "moe_grouped_gemm": True,
-    "use_cpu_initialization": False,
-}
 # Of the largest value: as in test_gpu_grouped_experts.py.
 TOLERANCE = 2e-2
 # Those of one module for all experts, which TEGroupedMLP is.
@@ -37,9 +26,9 @@ NAMES = [name for name, (is_one, _) in ADAPTED.items() if is_one]
 def compare(ctx: RankContext, engine: str, adapted: Change, **options: Any) -> None:
     """Two micro-batches beside Megatron's experts."""
     with_theirs = EpConfig(engine=engine, experts="megatron", alignment=16)
-    expected, _, _ = train(adapted, with_theirs, "cuda", True, ctx.rank, **FIELDS)
+    expected, _, _ = train(adapted, with_theirs, "cuda", True, ctx.rank, **GPU_FIELDS)
     ours = EpConfig(engine=engine, experts="grouped", **options)
-    found, _, said = train(adapted, ours, "cuda", True, ctx.rank, **FIELDS)
+    found, _, said = train(adapted, ours, "cuda", True, ctx.rank, **GPU_FIELDS)
     assert not any("Megatron's experts compute" in line for line in said)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -73,7 +62,11 @@ def test_a_graph_of_the_experts(ctx: RankContext) -> None:
 
     initialize(ep=1, device="cuda")
     config = make_config(
-        "ncclep", torch.bfloat16, 1, ncclep=EpConfig(experts="grouped", max_recv_rows=512), **FIELDS
+        "ncclep",
+        torch.bfloat16,
+        1,
+        ncclep=EpConfig(experts="grouped", max_recv_rows=512),
+        **GPU_FIELDS,
     )
     layer = build_layer(config, "cuda", te=True)
     wrap(layer, [], of_bridge("of each"))

@@ -4,28 +4,15 @@ tests/integration/changed_experts.py on a GPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.nn.functional as F
-from changed_experts import CHANGES, train
+from changed_experts import CHANGES, GPU_FIELDS, train
 from deselect import needs_te
 from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 
-FIELDS: dict[str, Any] = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 64,
-    "moe_ffn_hidden_size": 64,
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-    "bias_activation_fusion": True,
-    "moe_grouped_gemm": True,
-    "use_cpu_initialization": False,
-}
 # Of the largest value: as in test_gpu_grouped_experts.py.
 TOLERANCE = 2e-2
 
@@ -39,9 +26,9 @@ def test_what_users_put_on_experts(ctx: RankContext, engine_name: str, name: str
     is_partly_frozen = name.startswith("some frozen")
     theirs = CHANGES["nothing"] if is_partly_frozen else change
     with_theirs = EpConfig(**options, experts="megatron", alignment=16)
-    expected, seen, _ = train(theirs, with_theirs, "cuda", True, ctx.rank, **FIELDS)
+    expected, seen, _ = train(theirs, with_theirs, "cuda", True, ctx.rank, **GPU_FIELDS)
     found, also_seen, said = train(
-        change, EpConfig(**options, experts="auto"), "cuda", True, ctx.rank, **FIELDS
+        change, EpConfig(**options, experts="auto"), "cuda", True, ctx.rank, **GPU_FIELDS
     )
     assert found.keys() == expected.keys()
     of_experts = [key.partition(" of ")[2] for key in expected if "main_grad of experts" in key]
@@ -65,5 +52,5 @@ def test_what_users_put_on_experts(ctx: RankContext, engine_name: str, name: str
     if change.words is not None:
         asked = EpConfig(**options, experts="grouped")
         with pytest.raises(UnsupportedError) as caught:
-            train(change, asked, "cuda", True, ctx.rank, **FIELDS)
+            train(change, asked, "cuda", True, ctx.rank, **GPU_FIELDS)
         assert change.words in str(caught.value)

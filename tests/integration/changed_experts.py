@@ -10,11 +10,24 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron_setup import build_layer, initialize, make_config
 from torch import nn
 from torch.nn.utils import parametrize
 
 from megatron_ncclep.config import EpConfig
+
+# Of layers with TransformerEngine's experts, for the tests on GPUs.
+GPU_FIELDS: dict[str, Any] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 64,
+    "moe_ffn_hidden_size": 64,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "bias_activation_fusion": True,
+    "moe_grouped_gemm": True,
+    "use_cpu_initialization": False,
+}
 
 Seen = list[Any]
 

@@ -6,8 +6,6 @@ to be padded until all ranks had equally many, or the first plan was an InputErr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,17 +14,15 @@ import pytest
 import torch
 from adam_training import Training
 from megatron_setup import EXPERTS, HIDDEN, build_layer, initialize, make_config
-from on_ranks import IS_RANK, gathered
+from on_ranks import gathered
 from rank_pool import RankContext
+from test_reruns import watched_limits
 from trainer import ModelCase, Results, differences
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.integration.rerun import limit
 
 pytestmark = pytest.mark.each_release
-
-if IS_RANK:
-    from megatron_ncclep.integration.layer_engines import LayerEngines
 
 MOST = 30
 EXACT = EpConfig(engine="reference", experts="grouped")
@@ -61,19 +57,6 @@ def results_of(ctx: RankContext, options: EpConfig) -> tuple[Results, int]:
     return {**results, **training.everything()}, getattr(reruns, "num_reruns", 0)
 
 
-@contextmanager
-def watched_limits(seen: list[int]) -> Iterator[None]:
-    """Note each limit of the engines."""
-    original = LayerEngines.follow
-
-    def follow(engines: LayerEngines, factor: int) -> None:
-        seen.append(factor)
-        original(engines, factor)
-
-    with mock.patch.object(limit, "WINDOW", 2), mock.patch.object(LayerEngines, "follow", follow):
-        yield
-
-
 @pytest.mark.supports(
     "--ncclep-max-tokens-per-rank",
     compared="losses and gradients of packed sequences with those of exact mode, to the bit",
@@ -88,7 +71,7 @@ def test_bits(ctx: RankContext) -> None:
     ):
         options = {"max_recv_rows": rows, "on_overflow": overflow, "max_tokens_per_rank": MOST}
         seen: list[int] = []
-        with watched_limits(seen):
+        with mock.patch.object(limit, "WINDOW", 2), watched_limits(seen):
             found, num_reruns = results_of(ctx, replace(EXACT, **options))
         assert (problems := differences(found, expected)) == [], (rows, problems)
         assert least <= num_reruns < len(LENGTHS)
