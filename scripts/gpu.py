@@ -97,7 +97,7 @@ STEPS = "tests/contract/test_steps.py tests/contract/test_autograd.py"
 # What differs with the grid of hosts and ranks; 2 x 2 runs all of the contract.
 GRID = " ".join(
     f"tests/contract/test_{name}.py"
-    for name in ("steps", "autograd", "batches_in_turn", "low_latency", "overflow", "errors")
+    for name in ("steps", "autograd", "batches_in_turn", "low_latency", "overflow")
 )
 PARTS: dict[str, list[Step]] = {
     "contract": [
@@ -125,6 +125,7 @@ PARTS: dict[str, list[Step]] = {
         Step("hierarchical", (8,), GRAPHS, hosts=4),
         Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
         Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py", alone=True),
+        Step("native", (2,), "tests/gpu/test_gpu_released_memory.py", alone=True),
         Step("native", (2,), "tests/gpu/test_large_offsets.py", alone=True),
         Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
     ],
@@ -159,6 +160,7 @@ PARTS: dict[str, list[Step]] = {
         ),
         Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py"),
         Step("native", (4,), "tests/gpu/test_gpu_shapes.py"),
+        Step("native", (4,), "tests/gpu/test_gpu_packed_batches.py"),
         Step(
             "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"
         ),

@@ -287,6 +287,14 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
         assert "CUDA toolkit" in str(extension.unavailable_reason())
 
 
+def test_make_gpu_runs_every_file_of_tests_gpu():
+    """`tests/gpu` is not collected without GPUs: a file that no step names would never run."""
+    command = [sys.executable, "scripts/gpu.py", "--list"]
+    steps = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert sorted(files - set(steps.split())) == []
+
+
 def test_no_file_is_too_long():
     kinds = (".py", ".c", ".h", ".cpp", ".cu", ".cuh")
     others = ("benchmarks", "csrc", "examples", "scripts", "tests")
