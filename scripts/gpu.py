@@ -394,6 +394,7 @@ def main() -> int:
         ",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)
     ]
     args.out.mkdir(parents=True, exist_ok=True)
+    described()  # what keeps a summary from being written is seen now, and not after an hour
 
     lock, until = threading.Lock(), time.monotonic() + args.seconds
 

@@ -34,6 +34,8 @@ namespace rma {
 constexpr int kBoxesAtOnce = 2;
 // In which all ranks of a group add a region.
 constexpr u64 kRegionNs = 20'000'000'000;
+// Far longer than what a benchmark leaves between two messages.
+constexpr u64 kBusyNs = 5'000'000;
 
 struct Handle {
   int process, file;
@@ -147,6 +149,9 @@ struct Group {
     return finish(true) && receive() && send() && finish(false);
   }
 
+  // Nothing has come or gone for so long that the next message is in no hurry.
+  bool is_resting() const { return now_ns() - moved_ns_ > kBusyNs; }
+
  private:
   // Before the first memory of a GPU.
   bool use_gpu() {
@@ -256,6 +261,7 @@ struct Group {
       has_any = has_any || has_more;
     }
     if (!has_any) return true;
+    moved_ns_ = now;
     first_target_ = (first_target_ + 1) % num_ranks;
     if (copies_.count > 0 && !copies_.begin(*gpu_)) return false;
     return out_batches_.add(gpu_.get(), has_copies ? gpu_->out_stream : nullptr, sent_);
@@ -328,6 +334,7 @@ struct Group {
       }
     }
     if (!has_any) return true;
+    moved_ns_ = now_ns();
     return in_batches_.add(gpu_.get(), has_copies ? gpu_->in_stream : nullptr, taken_);
   }
 
@@ -345,6 +352,7 @@ struct Group {
   std::vector<std::unique_ptr<Request>> requests_;
   std::vector<Request*> free_;
   int first_target_ = 0;
+  u64 moved_ns_ = 0;
   bool was_silent_ = false;
   CopyList copies_;
   Batches<Ends> out_batches_, in_batches_;
