@@ -24,6 +24,9 @@ WATCHDOG = "failure detected by watchdog"
 JOB_S = 3 * LONG_S
 # Far above the short deadline, far below LONG_S and torch's own ten minutes.
 SOON_S = LONG_S / 2
+# Once NCCL has reported an error to one rank, torch's monitors in the others sleep for so long,
+# eight minutes unless set, and a process that ends waits for its monitor.
+HEARTBEAT = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10"}
 # For what a concurrent job has in /dev/shm for a moment.
 MOMENT_S = patient(10.0)
 
@@ -51,7 +54,7 @@ def end_of(
     def run(fault: str, **environment: str) -> list[str]:
         before = shared_memory()
         everyone = server.run(
-            "rank:main", [backend, engine_name, fault], num_ranks, JOB_S, **environment
+            "rank:main", [backend, engine_name, fault], num_ranks, JOB_S, **HEARTBEAT, **environment
         )
         story = "\n".join(
             f"--- rank {rank}: exit code {ended.exit_code} ---\n{ended.output}"
