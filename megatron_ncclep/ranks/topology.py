@@ -25,8 +25,9 @@ HOW_TO_SHARE = (
     f"{ENABLE}=1"
 )
 # Further defaults for ranks on one GPU, which the environment overrides: no multicast, few CTAs for
-# NCCL, because all have to fit on the GPU, and a network between their "hosts".
-DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
+# NCCL, and a network between their "hosts".  All have to fit on the GPU: with 4 CTAs, two of NCCL's
+# groups of 8 ranks need more SMs than our kernels leave.
+DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def host_name() -> str:
