@@ -7,8 +7,8 @@
 
 It measures as `ncclep bench` does (megatron_ncclep/benchmark), with more kinds of subjects: their
 names are in catalogue.py and job.py makes them, of library.py (NVIDIA's), deepep.py, layers.py with
-layer_model.py, and training.py with training_model.py, routers.py and profiles.py; their shapes are
-in configs/ and ../configs/benchmark/.  result.py, table.py, plot.py and waterfall.py are the
-output.  results/ has what was measured, by date and machine.  With collectivex.py, another
-benchmark measures our engines.
+layer_model.py, liger_cute.py, and training.py with training_model.py, routers.py and profiles.py;
+their shapes are in configs/ and ../configs/benchmark/.  result.py, table.py, plot.py and
+waterfall.py are the output.  results/ has what was measured, by date and machine.  With
+collectivex.py, another benchmark measures our engines.
 """

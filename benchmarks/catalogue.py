@@ -9,6 +9,7 @@
     alltoall, flex_deepep, ... Megatron-Core's own dispatchers through their six hooks
     ncclep:ENGINE              this package's dispatcher through the same hooks
     layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts)
+    layer:liger_cute           LigerCute's kernel for dispatch, experts and combine, with a router
     experts:megatron,          the experts of such a layer alone: Megatron-Core's or this package's,
     experts:grouped            the latter also with :full_iteration
     train:DISPATCHER...        whole training steps of a model
@@ -162,6 +163,8 @@ TRAIN = (
     "train:DISPATCHER[:grouped][:static][:router_fusion][:full_iteration or :partial_graphs]"
     "[:optimizer_graph]"
 )
+# The whole layer of liger_cute.py, which has no dispatcher of its own.
+LIGER_CUTE = "layer:liger_cute"
 # The subject whose losses the others are compared with.
 CONTROL = "train:alltoall"
 
@@ -177,6 +180,8 @@ def variant_of(name: str) -> Variant | None:
     Raises:
         InputError: unknown words, or variants that do not go together.
     """
+    if name == LIGER_CUTE:
+        return Variant(name, DispatcherChoice("liger_cute"))
     form = next((form for form in (LAYER, TRAIN) if form[:6] == name[:6]), None)
     if form is None:
         return EXPERTS.get(name)
@@ -247,7 +252,7 @@ def default_names() -> list[str]:
 def check_name(name: str) -> None:
     """Raise an InputError: no such subject, or a number of SMs that it would ignore."""
     base, at, _ = name.partition("@")
-    known = [*ENGINES, *LIBRARIES, *DEEPEP, *DISPATCHERS, *EXPERTS]
+    known = [*ENGINES, *LIBRARIES, *DEEPEP, *DISPATCHERS, *EXPERTS, LIGER_CUTE]
     if variant_of(base) is None and base not in known:
         there = f"there are {', '.join(known)}, {LAYER}, and {TRAIN}"
         raise InputError(f"unknown subject {name!r}: {there}")

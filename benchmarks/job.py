@@ -12,6 +12,7 @@ from benchmarks.adapted_layers import AdaptedLayerSubject
 from benchmarks.catalogue import (
     LIBRARIES,
     LIBRARY,
+    LIGER_CUTE,
     MAX_RECV_ROWS,
     check_name,
     default_names,
@@ -24,6 +25,7 @@ from benchmarks.catalogue import (
 from benchmarks.layer_model import import_on_cpu
 from benchmarks.layers import DispatcherSubject, ExpertsSubject, LayerSubject
 from benchmarks.library import LibraryLowLatencySubject, LibrarySubject
+from benchmarks.liger_cute import LigerCuteSubject
 from benchmarks.result import TrainingResult
 from benchmarks.shapes import TrainingShape
 from benchmarks.training import TrainingRun
@@ -56,6 +58,8 @@ def make_subject(
         UnavailableError: it cannot be measured here; raised on every rank that knows the reason.
     """
     kind = kind_of(name)
+    if kind == "layer" and name == LIGER_CUTE:
+        return LigerCuteSubject(name, setting, workload)
     if kind == "layer":
         made = AdaptedLayerSubject if known_variant(name).frozen else LayerSubject
         return made(name, setting, workload, max_recv_rows)

@@ -178,7 +178,7 @@ class _Accumulating(Subject):
         timed = super().clock(timer)
 
         def clock() -> Any:
-            self._shared.zero_grad_buffer()
+            self._zero_gradients()
             module = self._shared.module
             if self._variant.grouped and module.config.gradient_accumulation_fusion:
                 for weight in module.experts.parameters():
@@ -269,18 +269,21 @@ class LayerSubject(_Accumulating):
         # MoELayer's shape is [sequence, batch, hidden].
         self._x = workload.x.detach()[:, None].requires_grad_()
         self._inputs, self._grad_out = (self._x,), workload.grad_out
-        grouped = {"counts_on_device": True, "reverse_local_experts": True}
-        requested = grouped if variant.grouped else {}
         with excused(*variant.dispatcher.excuses):
-            self._dispatcher = model.build_dispatcher(
-                variant.dispatcher, setting, workload, variant.options(max_recv_rows), **requested
-            )
-            # The router and the weights of the shared layer.
-            self._layer = copy.copy(self._shared.module)
-            self._layer._modules = dict(self._layer._modules)
-            self._layer.token_dispatcher = self._dispatcher
-            self._layer.experts = self._experts_of()
+            self._make_layer(setting, max_recv_rows)
             self._start()
+
+    def _make_layer(self, setting: Setting, max_recv_rows: Any) -> None:
+        """Make `_layer`, with the router and the weights of the shared one, and `_dispatcher`."""
+        variant, grouped = self._variant, {"counts_on_device": True, "reverse_local_experts": True}
+        self._dispatcher = model.build_dispatcher(
+            variant.dispatcher, setting, self._workload, variant.options(max_recv_rows),
+            **(grouped if variant.grouped else {}),
+        )  # fmt: skip
+        self._layer = copy.copy(self._shared.module)
+        self._layer._modules = dict(self._layer._modules)
+        self._layer.token_dispatcher = self._dispatcher
+        self._layer.experts = self._experts_of()
 
     def _run(self) -> torch.Tensor:
         out: torch.Tensor = self._layer(self._x)[0]

@@ -1,0 +1,230 @@
+"""LigerCute in the benchmark: the check accepts right layers only, and what is missing is named.
+
+LigerCute needs GPUs; `Played` computes the same layer with torch on two ranks.  It is not installed
+here: the imports above all tests show that nothing needs it at start.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_pool import RankContext, RankPool
+from stand_ins import FFN, prepared_on
+
+from benchmarks import liger_cute
+from benchmarks.catalogue import LIGER_CUTE, baseline, check_name, kind_of
+from benchmarks.layer_model import results_problem
+from megatron_ncclep.benchmark import UnavailableError
+from megatron_ncclep.benchmark.cases import Case
+from megatron_ncclep.benchmark.ranks import Timer
+from megatron_ncclep.benchmark.shapes import Workload
+
+HIDDEN, SIZE = 128, 256  # the least that LigerCute's backward takes
+CASE = Case("bf16", (20, 20), 8, top_k=3, hidden=HIDDEN, dtype=torch.bfloat16)
+
+
+class Played:
+    """The modules of LigerCute on one rank, with a `fault` of the operator.
+
+    `started`: the groups over which NVSHMEM was started; `configured`: what buffers were made for.
+    """
+
+    def __init__(self, fault: str = "none") -> None:
+        self.fault = fault
+        self.started: list[Any] = []
+        self.configured: list[dict[str, int]] = []
+
+    def modules(self) -> dict[str, ModuleType]:
+        """What `sys.modules` has where LigerCute is installed."""
+        calls = {
+            "liger_kernel": {}, "liger_kernel.ops": {}, "liger_kernel.ops.cute": {},
+            "liger_kernel.ops.cute.ops": {}, "liger_cute_kernels": {},
+            "liger_kernel.ops.cute.ops.moe": {"moe_fused": self.moe_fused},
+            "liger_cute_kernels.nvshmem": {
+                "init_from_pg": self.started.append, "resolve_team": self.resolve_team,
+            },
+            "liger_cute_kernels.tvm_ffi": {
+                "uniqueid_nbytes": lambda: 128, "pool_clear_all": self.configured.clear,
+                "moe_configure_symmetric": lambda **sizes: self.configured.append(sizes),
+            },
+        }  # fmt: skip
+        made = {name: ModuleType(name) for name in calls}
+        for name, module in made.items():
+            module.__spec__ = ModuleSpec(name, None)
+            vars(module).update(calls[name])
+        return made
+
+    def resolve_team(self, group: Any) -> int:
+        if not self.started:
+            raise RuntimeError("cannot map torch process groups to NVSHMEM PEs")
+        return 0
+
+    def moe_fused(self, *tensors: torch.Tensor, num_experts: int, top_k: int) -> Any:
+        x, chosen, w, *weights = tensors
+        (sizes,) = self.configured
+        names = ("max_tokens", "hidden_dim", "max_num_experts", "max_top_k")
+        assert (*x.shape, num_experts, top_k) == tuple(sizes[name] for name in names)
+        assert chosen.dtype == torch.int32
+        assert {t.dtype for t in (x, w, *weights)} == {torch.bfloat16}
+        assert all(t.is_contiguous() for t in (x, chosen, w, *weights))
+        return Operator.apply(self, x, chosen, w, *weights)
+
+
+class Operator(torch.autograd.Function):
+    """All ranks' tokens through this rank's experts, in fp32, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, played: Played, x: Any, chosen: Any, w: Any, *weights: Any) -> Any:
+        group = ctx.group = played.started[0]
+        ctx.played, ctx.mine = played, slice(len(x) * dist.get_rank(group), None)
+        ctx.length, first = len(x), len(weights[0]) * dist.get_rank(group)
+        chosen = gathered(chosen, group)
+        with torch.enable_grad():
+            leaves = [t.float().requires_grad_() for t in (gathered(x, group), gathered(w, group))]
+            leaves += [t.detach().float().requires_grad_() for t in weights]
+            xs, ws, gate, up, down = leaves
+            if played.fault == "gate and up swapped":
+                gate, up = up, gate
+            out = torch.zeros_like(xs)
+            for local in range(len(gate)):
+                token, k = (chosen == first + local).nonzero(as_tuple=True)
+                rows = xs[token]
+                rows = (F.silu(rows @ gate[local].t()) * (rows @ up[local].t())) @ down[local].t()
+                factors = ws[token, k][:, None]
+                if played.fault == "no gradient of the weights of assignments":
+                    factors = factors.detach() + 0 * factors
+                out = out.index_add(0, token, rows * factors)
+        ctx.leaves, ctx.out = leaves, out
+        home = out.detach().clone()
+        dist.all_reduce(home, group=group)
+        home = home[ctx.mine][: ctx.length]
+        return (home.roll(1, 0) if played.fault == "tokens swapped" else home).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_out: torch.Tensor) -> Any:
+        (grad_out,) = grads_out
+        every = gathered(grad_out, ctx.group).float()
+        grads = list(torch.autograd.grad(ctx.out, ctx.leaves, every))
+        for index in (0, 1):
+            dist.all_reduce(grads[index], group=ctx.group)
+            grads[index] = grads[index][ctx.mine][: ctx.length]
+        if ctx.played.fault == "half of a gradient":
+            grads[3][1] /= 2
+        x, w, *weights = (grad.to(grad_out.dtype) for grad in grads)
+        return None, x, None, w, *weights
+
+
+def gathered(mine: torch.Tensor, group: Any) -> torch.Tensor:
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine.contiguous(), group=group)
+    return torch.cat(every)
+
+
+def check_on_rank(context: RankContext, fault: str) -> str | None:
+    """Prepare the subject with a fault on rank 1, run it as if it were timed, and check it."""
+    played = Played(fault if context.rank == 1 else "none")
+    with mock.patch.dict(sys.modules, played.modules()):
+        prepared = prepared_on(context, LIGER_CUTE, Workload(CASE, context.rank, SIZE))
+    try:
+        for call in prepared.passes.values():
+            call()
+        problem: str | None = prepared.problem()
+        parameters = [*prepared._layer.parameters(), *prepared._shared.module.parameters()]
+        assert all(weight.grad is None for weight in parameters)
+        return problem
+    finally:
+        prepared.close()
+        assert not played.configured  # its buffers are free
+
+
+def test_right_results_pass(two_ranks: RankPool) -> None:
+    assert two_ranks.run(check_on_rank, "none") == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("tokens swapped", "output"),
+        ("gate and up swapped", "output"),
+        ("no gradient of the weights of assignments", "gradient of the probabilities"),
+        ("half of a gradient", "gradient of experts."),
+    ],
+)
+def test_wrong_results_are_rejected(two_ranks: RankPool, fault: str, found: str) -> None:
+    problems = [said for said in two_ranks.run(check_on_rank, fault) if said]
+    assert any(found in problem for problem in problems), problems
+
+
+def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
+    """A second shape needs other buffers of the same NVSHMEM; weights go when a shape ends."""
+    played, timer = Played(), Timer(ctx.group, "cpu")
+    for hidden in (HIDDEN, 2 * HIDDEN):
+        work = Workload(replace(CASE, hidden=hidden), ctx.rank, SIZE)
+        with mock.patch.dict(sys.modules, played.modules()):
+            prepared = prepared_on(ctx, LIGER_CUTE, work)
+        assert [sizes["hidden_dim"] for sizes in played.configured] == [hidden]
+        assert [sizes["num_pes"] for sizes in played.configured] == [ctx.num_ranks]
+        clock = prepared.clock(timer)
+        for _ in range(2):
+            clock()
+            _, gradients = prepared._expected(work)
+            problem = results_problem(work, ctx.rank, prepared._gradients(), gradients(), 1)
+            assert problem is None, problem
+        prepared.close()
+        gc.collect()
+        assert len(work.shared) == 0
+    (group,) = played.started
+    assert dist.get_world_size(group) == ctx.num_ranks
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both packages are needed; a shared library that does not load says so itself."""
+    with pytest.raises(UnavailableError, match="liger_kernel is not installed: build LigerCute"):
+        liger_cute.imported()
+    (tmp_path / "liger_kernel.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnavailableError, match="liger_cute_kernels is not installed"):
+        liger_cute.imported()
+    package = tmp_path / "liger_cute_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    said = "libnvshmem_host.so.3: no such file"
+    (package / "tvm_ffi.py").write_text(f"def uniqueid_nbytes(): raise OSError('{said}')")
+    with pytest.raises(UnavailableError, match=f"OSError: {said}"):
+        liger_cute.imported()
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "message"),
+    [
+        (replace(CASE, dtype=torch.float32), SIZE, r"bf16 only, and the shape has torch\.float32"),
+        (replace(CASE, tokens=(20, 0)), SIZE, "a rank of the shape has none"),
+        (replace(CASE, hidden=2880), 2880, r"a multiple of 128 and one of 256, not \(2880, 2880\)"),
+        (CASE, FFN, r"not \(128, 48\)"),
+        (CASE, 128, r"not \(128, 128\)"),
+    ],
+)
+def test_shapes_that_it_cannot_compute_are_named(case: Case, size: int, message: str) -> None:
+    """With GPT-OSS's sizes, the kernel's forward works and its backward has no tiles."""
+    assert re.search(message, str(liger_cute.shape_problem(Workload(case, 0, size))))
+    for hidden, ffn in ((2048, 768), (4096, 14336), (7168, 2048), (256, 128)):
+        assert liger_cute.shape_problem(Workload(replace(CASE, hidden=hidden), 0, ffn)) is None
+
+
+def test_its_name_is_a_layer_of_others() -> None:
+    check_name(LIGER_CUTE)
+    assert kind_of(LIGER_CUTE) == "layer"
+    us = {"layer:ncclep:native": 1.0, LIGER_CUTE: 2.0, "layer:alltoall": 3.0}
+    assert baseline(us) == LIGER_CUTE
