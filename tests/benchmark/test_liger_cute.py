@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import weakref
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -182,9 +183,10 @@ def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
             _, gradients = prepared._expected(work)
             problem = results_problem(work, ctx.rank, prepared._gradients(), gradients(), 1)
             assert problem is None, problem
+        packed = weakref.ref(prepared._experts)
         prepared.close()
         gc.collect()
-        assert len(work.shared) == 0
+        assert (len(work.shared), packed()) == (0, None)
     (group,) = played.started
     assert dist.get_world_size(group) == ctx.num_ranks
 
