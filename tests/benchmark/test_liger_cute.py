@@ -191,6 +191,18 @@ def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
     assert dist.get_world_size(group) == ctx.num_ranks
 
 
+def test_memory_is_that_of_its_own_weights(ctx: RankContext) -> None:
+    """The experts that an earlier subject allocated are not LigerCute's; the router is."""
+    work = Workload(CASE, ctx.rank, SIZE)
+    earlier = prepared_on(ctx, "layer:alltoall", work)
+    with mock.patch.dict(sys.modules, Played().modules()):
+        prepared = prepared_on(ctx, LIGER_CUTE, work)
+    router = earlier._layer.router.weight
+    assert prepared.shared_bytes == router.nbytes + router.main_grad.nbytes
+    for subject in (prepared, earlier):
+        subject.close()
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both packages are needed; a shared library that does not load says so itself."""
     with pytest.raises(UnavailableError, match="liger_kernel is not installed: build LigerCute"):
