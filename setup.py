@@ -21,6 +21,7 @@ Environment:
 """
 
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -117,7 +118,9 @@ class BuildExtension(build_ext):
         """The file of an extension; the C library's has no Python in its name."""
         if fullname.rpartition(".")[2] == LIBRARY.rpartition(".")[2]:
             return os.path.join(*fullname.split(".")) + ".so"
-        return super().get_ext_filename(fullname)
+        # A Python names its own processor, also where _PYTHON_HOST_PLATFORM names another.
+        target = self.plat_name.rpartition("-")[2]
+        return super().get_ext_filename(fullname).replace(platform.machine(), target)
 
     def build_extensions(self):
         """Add the settings that depend on the toolkit, then build as setuptools does."""

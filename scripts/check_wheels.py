@@ -80,8 +80,10 @@ def look(wheel: Path) -> tuple[str, str, str]:
     (how,) = built
     require(version.local == ("cu12" if "CUDA 12." in how else None), f"it was built with {how}")
     require("with NCCL 2" in how, f"no kernels over a network: set NCCL_HOME; it has {how}")
-    python = re.sub(r"cp(\d)(\d+)", r"\1.\2", next(iter(tags)).interpreter)
-    return machines.pop(), python, how
+    machine, python = machines.pop(), next(iter(tags)).interpreter.removeprefix("cp")
+    extension = f"megatron_ncclep/_C.cpython-{python}-{machine}-linux-gnu.so"
+    require(extension in compiled, f"its Python finds no {sorted(compiled)} as {extension}")
+    return machine, f"{python[0]}.{python[1:]}", how
 
 
 def find_python(version: str) -> str | None:
