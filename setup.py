@@ -51,11 +51,10 @@ def cuda_home():
     """The folder of the CUDA toolkit, or None."""
     on_path = shutil.which("nvcc")
     given = os.environ.get("CUDA_HOME")
-    candidates = [given or "/usr/local/cuda"]
+    candidates = [Path(given or "/usr/local/cuda")]
     candidates += [Path(on_path).resolve().parents[1]] if on_path and not given else []
-    for candidate in candidates:
-        home = Path(candidate) if candidate else None
-        if home and (home / "bin" / "nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+    for home in candidates:
+        if (home / "bin" / "nvcc").exists() and (home / "include/cuda_runtime.h").exists():
             return home
     if given:
         raise SystemExit(

@@ -64,11 +64,7 @@ def look(wheel: Path) -> tuple[str, str, str]:
     for name, content in compiled.items():
         elf = ELFFile(io.BytesIO(content))
         machines.add(MACHINES[elf["e_machine"]])
-        needed = [
-            tag.needed
-            for tag in elf.get_section_by_name(".dynamic").iter_tags()
-            if tag.entry.d_tag == "DT_NEEDED"
-        ]
+        needed = [tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
         wrong = [library for library in needed if NOT_LINKED.match(library)]
         require(not wrong, f"{name} links to {wrong}")
         built |= {each.decode() for each in re.findall(rb"CUDA \d[\d.]+ for [\w .]+", content)}
