@@ -132,6 +132,7 @@ class _Accumulating(Subject):
     """The common part of layers and experts alone.  A derived class ends with `_start`."""
 
     _host_counts = True
+    _parts = 0  # of gradients, see `results_problem`
     _shared: Any  # the layer in DistributedDataParallel
     _inputs: tuple[torch.Tensor, ...]  # leaves whose gradients are results
     _grad_out: torch.Tensor
@@ -248,7 +249,9 @@ class _Accumulating(Subject):
             problems += [
                 other,
                 model.results_problem(workload, rank, found, expected.items()),
-                model.results_problem(workload, rank, self._gradients(), gradients(), passes),
+                model.results_problem(
+                    workload, rank, self._gradients(), gradients(), passes, self._parts
+                ),
             ]
         return next(filter(None, problems), None)
 

@@ -4,9 +4,10 @@ The router is that of the other layers, over whose top-k LigerCute runs with the
 as it needs them.  It returns gradients of weights in bf16; as in Megatron-Core's
 DistributedDataParallel, a hook adds them to fp32 main_grads in the backward pass.
 
-The check allows it no more than the other layers.  It rounds the assignments' weights and all
-gradients to bf16, which they do not, but it adds a token's K rows in fp32 and rounds their sum
-once, where the bound has a rounding for each row.
+The check of results allows it no more than the other layers.  It rounds the assignments' weights
+and their gradients to bf16, which they do not, but it adds a token's K rows in fp32 and rounds
+their sum once, where the bound has a rounding for each row.  A gradient of weights may be further
+off: the tiles of an expert's rows are added to it in bf16, in any order.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron_ncclep.benchmark.shapes import Workload
 PACKAGES = ("liger_kernel", "liger_cute_kernels")
 # Its backward on Hopper has tiles of 128 columns of one size, and of 256 of the other.
 TILES = (128, 256)
+ROWS = 128  # of a tile; one at least is multiplied before the product is added to a gradient
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class LigerCuteSubject(LayerSubject):
             max_top_k=case.top_k, num_pes=case.num_ranks, num_hosts=1,
             gpus_per_host=case.num_ranks,
         )  # fmt: skip
+        self._parts = -(-int(work.tables[self._rank].routed.max()) // ROWS) + case.num_ranks
         whole = self._shared.module
         named = dict(whole.experts.named_parameters(prefix="experts"))
         self._weights = {kind: [n for n in named if kind in n] for kind in ("fc1", "fc2")}
