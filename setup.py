@@ -21,6 +21,7 @@ Environment:
 """
 
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -50,11 +51,10 @@ def cuda_home():
     """The folder of the CUDA toolkit, or None."""
     on_path = shutil.which("nvcc")
     given = os.environ.get("CUDA_HOME")
-    candidates = [given or "/usr/local/cuda"]
+    candidates = [Path(given or "/usr/local/cuda")]
     candidates += [Path(on_path).resolve().parents[1]] if on_path and not given else []
-    for candidate in candidates:
-        home = Path(candidate) if candidate else None
-        if home and (home / "bin" / "nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+    for home in candidates:
+        if (home / "bin" / "nvcc").exists() and (home / "include/cuda_runtime.h").exists():
             return home
     if given:
         raise SystemExit(
@@ -117,7 +117,9 @@ class BuildExtension(build_ext):
         """The file of an extension; the C library's has no Python in its name."""
         if fullname.rpartition(".")[2] == LIBRARY.rpartition(".")[2]:
             return os.path.join(*fullname.split(".")) + ".so"
-        return super().get_ext_filename(fullname)
+        # A Python names its own processor, also where _PYTHON_HOST_PLATFORM names another.
+        target = self.plat_name.rpartition("-")[2]
+        return super().get_ext_filename(fullname).replace(platform.machine(), target)
 
     def build_extensions(self):
         """Add the settings that depend on the toolkit, then build as setuptools does."""

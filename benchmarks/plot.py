@@ -152,11 +152,11 @@ def _draw_shape(panel: Any, result: dict[str, Any], subjects: list[dict[str, Any
     if result["limit_us"] is not None and not computing:
         limit = 4 * result["limit_us"]
         panel.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.5, label="limit")
-    _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.12)
+    _finish_bars(panel, [table.title(subject["name"]) for subject in subjects], margin=0.18)
     panel.set_xlabel("time of one forward and backward (microseconds)")
     shape = result["shape"]
     head = f"{shape['name']}: T {shape['tokens']}, {sizes(shape)}{computing}"
-    panel.set_title(head, fontsize=10)
+    panel.set_title(textwrap.fill(head, 52), fontsize=10)
 
 
 def pieces(subject: dict[str, Any], busy_known: bool) -> dict[str, float]:

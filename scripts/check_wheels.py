@@ -64,11 +64,7 @@ def look(wheel: Path) -> tuple[str, str, str]:
     for name, content in compiled.items():
         elf = ELFFile(io.BytesIO(content))
         machines.add(MACHINES[elf["e_machine"]])
-        needed = [
-            tag.needed
-            for tag in elf.get_section_by_name(".dynamic").iter_tags()
-            if tag.entry.d_tag == "DT_NEEDED"
-        ]
+        needed = [tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
         wrong = [library for library in needed if NOT_LINKED.match(library)]
         require(not wrong, f"{name} links to {wrong}")
         built |= {each.decode() for each in re.findall(rb"CUDA \d[\d.]+ for [\w .]+", content)}
@@ -80,8 +76,10 @@ def look(wheel: Path) -> tuple[str, str, str]:
     (how,) = built
     require(version.local == ("cu12" if "CUDA 12." in how else None), f"it was built with {how}")
     require("with NCCL 2" in how, f"no kernels over a network: set NCCL_HOME; it has {how}")
-    python = re.sub(r"cp(\d)(\d+)", r"\1.\2", next(iter(tags)).interpreter)
-    return machines.pop(), python, how
+    machine, python = machines.pop(), next(iter(tags)).interpreter.removeprefix("cp")
+    extension = f"megatron_ncclep/_C.cpython-{python}-{machine}-linux-gnu.so"
+    require(extension in compiled, f"its Python finds no {sorted(compiled)} as {extension}")
+    return machine, f"{python[0]}.{python[1:]}", how
 
 
 def find_python(version: str) -> str | None:

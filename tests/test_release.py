@@ -117,13 +117,31 @@ def test_wheels_of_several_pythons_share_kernels(
     assert capsys.readouterr().out.count("csrc/native/plan/plan.cu: ") == 2
 
 
+def test_an_extension_for_another_processor_has_its_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had this machine's: wheels for aarch64 took a variable with it, one build per Python."""
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
+    build = runpy.run_path(str(ROOT / "setup.py"))["BuildExtension"]
+    command = build(setuptools.Distribution())
+    command.ensure_finalized()
+    suffix = f".cpython-3{sys.version_info.minor}-aarch64-linux-gnu.so"
+    assert command.get_ext_filename("megatron_ncclep._C") == f"megatron_ncclep/_C{suffix}"
+    assert command.get_ext_filename("megatron_ncclep.libncclep") == "megatron_ncclep/libncclep.so"
+
+
 # --- scripts/check_wheels.py ---------------------------------------------------------------------
 
 CUDA_13, CUDA_12 = (f"CUDA {each} for sm_90 compute_90 with NCCL 2.30.7" for each in (13.0, 12.4))
 TAGS = f"cp312-cp312-manylinux_2_28_{platform.machine()}"
 
 
-def made(folder: Path, built: str = CUDA_13, version: str = __version__, tags: str = TAGS) -> Path:
+def made(
+    folder: Path,
+    built: str = CUDA_13,
+    version: str = __version__,
+    tags: str = TAGS,
+    suffix: str = f"cpython-312-{platform.machine()}-linux-gnu",
+) -> Path:
     """A wheel whose two libraries were built so."""
     source, library = folder / "built.c", folder / "built.so"
     source.write_text(f'const char built[] = "{built}";')
@@ -133,7 +151,7 @@ def made(folder: Path, built: str = CUDA_13, version: str = __version__, tags: s
     with zipfile.ZipFile(path, "w") as archive:
         for name in (f"{info}/LICENSE", f"{info}/NOTICE"):
             archive.writestr(name, "")
-        for name in ("_C.so", "libncclep.so"):
+        for name in (f"_C.{suffix}.so", "libncclep.so"):
             archive.write(library, f"megatron_ncclep/{name}")
     return path
 
@@ -162,6 +180,8 @@ def test_wheels_go_where_they_are_taken(tmp_path: Path) -> None:
         ({"built": CUDA_13.partition("2.30")[0]}, "no kernels over a network: set NCCL_HOME"),
         ({"version": "9.9.9"}, f"the tree's version is {__version__}"),
         ({"tags": "cp312-cp312-manylinux_2_28_riscv64"}, "its code is for"),
+        # One suffix for the wheels of all Pythons: all but one would find no extension.
+        ({"suffix": "cpython-311-x86_64-linux-gnu"}, "its Python finds no"),
     ],
 )
 def test_wheels_that_must_not_be_uploaded(
