@@ -132,7 +132,7 @@ MISTAKES = {
         "rows", 2, "."),
     "routes are written while the last ones are fetched": Mistake(
         "native/plan/plan.cu", "*static_cast<volatile std::uint64_t*>(&ctx.state->received)", "0",
-        "plans", 3, "plan: "),
+        "plans", 3, "plan: ", 14),
     "routes are fetched before they are written": Mistake(
         "native/plan/plan_receive.cu", "kRoutesWritten, source),\n" + " " * 30 + "«plans»)", "0",
         "rows", 2, "plan: "),
@@ -203,7 +203,7 @@ MISTAKES = {
         "dispatches", 1, "a wait was in vain"),
     "nobody has entered a new window, which looks like number 2^16": Mistake(
         "native/device/wait.cuh", "return «entry != 0» && entry >> 48", "true",
-        "rows", 2, "."),
+        "rows", 2, ".", 37),
     "all bits of a plan's number are in a call": Mistake(
         "native/host/call_signature.cpp", "|= «(value & mask(width))» << place_", "value",
         "rows", 1, "a wait was in vain"),
@@ -233,7 +233,7 @@ MISTAKES = {
         "failures", 3, "failure: rank . does not say that rank . refused"),
     "a refusal ends the operation before": Mistake(
         "native/device/wait.cuh", "if («static_cast<std::int64_t>(now - then) < 0») ", "false",
-        "rails-failures", 6, "failure: rank . before the call that was refused"),
+        "rails-failures", 6, "failure: rank . before the call that was refused", 19),
     "ranks in different calls are not noticed": Mistake(
         "native/device/call_barrier.cuh", "if («entry != 0» && entry", "false",
         "failures", 2, "."),

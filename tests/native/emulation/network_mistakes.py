@@ -55,7 +55,7 @@ MISTAKES = {
         "rails-calls", 4, "."),
     "rails: a refusal stays with the rail peer": (
         "native/device/wait.cuh", "if («ctx.control.num_domains > 1») {", "false",
-        "rails-failures", 4, "failure: rank . does not say that rank . refused"),
+        "rails-failures", 4, "failure: rank . does not say that rank . refused", 4),
     "rails: a phase is put before the one before it": (
         "native/rails/phases.cuh",
         "while (goes_on && «!is_next()») goes_on", "false",
@@ -138,7 +138,7 @@ MISTAKES = {
         "rails-ll", 4, "ll dispatch: "),
     "rails: windows close while something is on its way": (
         "native/device/stop.cu", "round <= «kLastRounds»;", "1",
-        "rails-plans", 4, "bytes are on their way", 42),
+        "rails-plans", 4, "bytes are on their way", 52),
     "rails: a signal of the operation before is taken": (
         "native/device/rails.cuh", "(&ctx.state->rail_signals[signal]) + «number»;", "number - 1",
         "rails-plans", 2, "."),
@@ -183,7 +183,7 @@ MISTAKES = {
         "rails-plans", 4, "a wait was in vain"),
     "rails: slots of all ranks but a warp's lanes are counted anew": (
         "native/plan/plan.cu", "slot += R::kEnabled ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
-        "rails-many", 33, "plan: "),
+        "rails-many", 33, "plan: ", 3),
     "rounds: weights lie where rows of a round do": (
         "native/rows/dispatch.cu", "place_weights<R>(ctx, job, «calls % 2»)", "parity",
         "rails-dispatches", 4, "dispatch: weight"),

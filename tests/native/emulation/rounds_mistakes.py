@@ -25,7 +25,7 @@ MISTAKES = {
         "is_free = «wait_for_signal(ctx, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
         + " " * 32 + "round.number - 1, epoch)» &&",
         "true",
-        "rails-dispatches", 4, "dispatch: "),
+        "rails-dispatches", 4, "dispatch: ", 5),
     "rounds: a domain says that it has pulled one before all of its ranks have": (
         "native/rails/phases.cuh",
         "«wait_for_round(ctx, Phase::kDispatch, rank_at(ctx, local_rank), number, epoch)»);",
@@ -35,7 +35,7 @@ MISTAKES = {
         "native/rails/phases.cuh",
         "if («!wait_for_signal(ctx, rails, Phase::kDispatch, kPulledPut, domain, last, epoch)»)",
         "false",
-        "rails-dispatches", 4, "."),
+        "rails-dispatches", 4, ".", 9),
     "rounds: sums of ranks are sent before there is room": (
         "native/rows/combine.cu",
         "«wait_for_round(ctx, Phase::kCombine, host_of(ctx, source),\n"
@@ -47,7 +47,7 @@ MISTAKES = {
     "rounds: a domain's sums are made before this rank's last but one are added up": (
         "native/rows/domain_sums.cuh",
         "is_free = «wait_for_warps(ctx_, [&] { return are_added(ctx_, before); })»;", "true",
-        "rails-combines", 4, "combine: "),
+        "rails-combines", 4, "combine: ", 2),
     "rounds: a domain's sums are made before the rail peers' last but one are added up": (
         "native/rows/domain_sums.cuh",
         "is_free = «wait_for_signal(ctx_, rails_, Phase::kCombine, kAddedUpPut, domain,\n"
@@ -56,10 +56,10 @@ MISTAKES = {
     "rounds: a rank says that its sums are added up before they are": (
         "native/rows/domain_sums.cuh",
         "is_over = «wait_for_warps(ctx, [&] { return are_added(ctx, round); })»;", "true",
-        "rails-combines", 4, "combine: "),
+        "rails-combines", 4, "combine: ", 2),
     "rounds: rows of one are taken after those of the last did not come": (
         "native/rows/dispatch.cu", "num_rounds_of(job) && «goes_on»; ++number", "true",
-        "rails-failures", 4, "."),
+        "rails-failures", 4, ".", 5),
     "rounds: windows say how many there are, not the batch": (
         "native/rails/rounds.cuh", "return «*job.rail_routes.most_chunks * kChunk»;",
         "job.most_tokens",
@@ -67,14 +67,14 @@ MISTAKES = {
     "rounds: only the first one's weights are put": (
         "native/rails/phases.cuh", "if («job.has_weights && last > start») {",
         "job.has_weights && last > start && round.number == 0",
-        "rails-rows", 4, "dispatch: weight"),
+        "rails-rows", 4, "dispatch: weight", 1),
     "rounds: a dispatch begins in the half of the last one's last but one": (
         "native/rows/dispatch.cu", "dispatches = dispatches + «num_rounds - 1»;", "0",
         "rails-dispatches", 4, "."),
     "rounds: values of later ones are put where the first's are": (
         "native/rows/domain_sums.cuh", "first = std::size_t{4} * «start» * job.top_k;",
         "(start - round.begin)",
-        "rails-combines", 4, "combine: weights"),
+        "rails-combines", 4, "combine: weights", 1),
     "rounds: the phases of one are counted once": (
         "native/rows/combine.cu",
         "count_signals<R>(ctx, kSumsPut, «num_rounds * num_phases_in(job)»);", "num_phases_in(job)",
@@ -87,13 +87,13 @@ MISTAKES = {
     "rails: a refusal stays in its domain": (
         "native/device/stop.cu",
         "put_last(ctx, rails, now_ns(), domain, ctx.control.stop(), sent, 8, kStopPut);", "",
-        "rails-failures", 2, "failure: rank . does not say that rank . refused"),
+        "rails-failures", 2, "failure: rank . does not say that rank . refused", 8),
     "rails: a second closing waits for nothing": (
         "native/device/stop.cu", "count_signals<Rails>(ctx, kLastPut, kLastRounds);", "",
         "rails-plans", 4, "bytes are on their way"),
     "rails: counts of dropped assignments are those of the plan before": (
         "native/plan/overflow.cu", "count_signals<R>(ctx, kRequestsPut, 1);", "",
-        "rails-plans", 4, "."),
+        "rails-plans", 4, ".", 2),
 
     # More ranks than a warp has lanes.
     "many ranks: a bad routing is said to be of one of the first 32": (

@@ -11,10 +11,10 @@ CASES = (
 MISTAKES = {
     "wide: pairs of the first 32 ranks are counted": (
         "native/plan/chunks.cuh", "group < «kRankGroups»; ++group) {\n      const int first", "1",
-        "wide-many", 33, "plan: "),
+        "wide-many", 33, "plan: ", 2),
     "wide: the ranks of each group are taken for the first 32": (
         "native/plan/chunks.cuh", "partition.num_experts + «group * kWarpSize»;", "0",
-        "wide-many", 33, "plan: "),
+        "wide-many", 33, "plan: ", 2),
     "wide: a rank has a bit in each group": (
         "native/rank_set.cuh", "return «local_rank / kWarpSize == group» ?", "true",
         "wide-many", 33, "."),
@@ -24,11 +24,11 @@ MISTAKES = {
     "wide: sums of ranks after the first 32 are added up before they are there": (
         "native/rows/combine.cu", "if («is_part[group] && arrived») {",
         "group == 0 && is_part[group]",
-        "wide-many", 40, "combine: "),
+        "wide-many", 40, "combine: ", 2),
     "wide: a refusal reaches the first 32 ranks": (
         "native/device/stop.cu", "<<<1, «kThreads», 0, reinterpret_cast<cudaStream_t>(stream)>>>"
         "(ctx, phase, rails)", "kWarpSize",
-        "wide-failures", 36, "failure: rank .* does not say that rank .* refused"),
+        "wide-failures", 36, "failure: rank .* does not say that rank .* refused", 2),
     "wide: the first 32 ranks of each node token are fetched": (
         "native/plan/plan_receive.cu", "words = «rails.most_tokens * kRankGroups»;",
         "rails.most_tokens",

@@ -16,6 +16,8 @@ namespace emu {
 namespace {
 
 constexpr std::size_t kSharedAlignment = 128;
+// Stacks begin at different places of a page, or all would share few lines of the CPU's cache.
+constexpr std::size_t kLine = 64, kColors = 61;
 // Without progress, before the clock jumps: so many steps, and so many for each fiber that can run,
 // as a wait looks at the clock at every 64th turn.  And so many jumps before there is no hope.
 // Warps that look for something again and again have fewer barriers from one look to the next.
@@ -36,18 +38,25 @@ struct Mood {
     if (kind == 0 || fiber.cta == nullptr) return false;
     const auto thread = static_cast<unsigned>(fiber.thread);
     const bool is_rank = static_cast<unsigned>(fiber.rank) == rank;
-    const bool is_cta = static_cast<unsigned>(fiber.cta->index) == number % fiber.cta->grid;
-    const bool is_warp = thread / kWarpSize == number % fiber.cta->warps.size();
-    const bool is_lane = thread % kWarpSize == number % kWarpSize;
-    const bool held[] = {false,  is_rank, !is_rank, is_rank && is_cta, is_warp, is_rank && is_warp,
-                         is_lane};
-    return held[kind];
+    switch (kind) {
+      case 1:
+        return is_rank;
+      case 2:
+        return !is_rank;
+      case 3:
+        return is_rank && static_cast<unsigned>(fiber.cta->index) == number % fiber.cta->grid;
+      case 4:
+        return thread / kWarpSize == number % fiber.cta->warps.size();
+      case 5:
+        return is_rank && thread / kWarpSize == number % fiber.cta->warps.size();
+      default:
+        return thread % kWarpSize == number % kWarpSize;
+    }
   }
 };
 
 std::uint64_t generator;  // state of splitmix64
 Habits habits;
-Fiber* running = nullptr;
 Registers scheduler;
 std::vector<Fiber*> runnable;
 std::vector<std::unique_ptr<char[]>> stacks;  // free ones
@@ -125,7 +134,7 @@ __attribute__((noinline)) void resume(Fiber* fiber) {
   ucontext_t context;
   getcontext(&context);
   context.uc_stack.ss_sp = fiber->stack.get();
-  context.uc_stack.ss_size = kStackBytes;
+  context.uc_stack.ss_size = kStackBytes - fiber->thread % kColors * kLine;
   context.uc_link = nullptr;
   makecontext(&context, begin, 0);
   setcontext(&context);
@@ -197,8 +206,10 @@ bool Barrier::wait(bool vote) {
   result_ = all_;
   all_ = true;
   arrived_ = 0;
-  for (Fiber* fiber : waiting_) fiber->time = time_;
-  running->time = time_;
+  if (is_measuring) {
+    for (Fiber* fiber : waiting_) fiber->time = time_;
+    running->time = time_;
+  }
   runnable.insert(runnable.end(), waiting_.begin(), waiting_.end());
   waiting_.clear();
   return result_;
@@ -218,10 +229,6 @@ void Copy::do_write() {
   is_store ? store_in_bulk(to, read) : static_cast<void>(std::memcpy(to, read.data(), bytes));
   is_written = true;
 }
-
-Fiber& self() { return *running; }
-
-bool is_in_kernel() { return running != nullptr && running->cta != nullptr; }
 
 void yield() {
   if (self().cta != nullptr) warp().barriers = 0;

@@ -107,29 +107,33 @@ struct Copy {
 using Copies = std::vector<Copy>;
 
 struct Fiber {
+  // What each switch between fibers needs comes first, in few lines of the cache.
+  //
   // Of a device's thread; a host has no CTA.
   std::shared_ptr<Cta> cta;
   int rank = 0, thread = 0;
+  std::uint64_t not_before = 0;  // on the clock
+  Registers where;
+  bool is_started = false;
+  View view;
+
   // Groups of copies, the oldest first, and the one that is not committed.
   std::vector<Copies> stores, loads;
   Copies open_stores, open_loads;
-  std::uint64_t not_before = 0;  // on the clock
-  long time = 0, fences = 0;     // `measure`
-  unsigned num_exchanges = 0;    // with its warp
-  View view;
+  long time = 0, fences = 0;   // `measure`
+  unsigned num_exchanges = 0;  // with its warp
 
   std::function<void()> body;
   std::unique_ptr<char[]> stack;
   bool is_on_stack(const char* address) const {
     return stack.get() <= address && address < stack.get() + kStackBytes;
   }
-  Registers where;
-  bool is_started = false;
 };
 
 // The fiber that runs.
-Fiber& self();
-bool is_in_kernel();
+inline Fiber* running = nullptr;
+inline Fiber& self() { return *running; }
+inline bool is_in_kernel() { return running != nullptr && running->cta != nullptr; }
 inline Warp& warp() { return self().cta->warps[self().thread / kWarpSize]; }
 inline int lane() { return self().thread % kWarpSize; }
 

@@ -41,8 +41,8 @@ struct Change {
 
 // What a thread has stored that others do not see, and what it has seen of others.
 struct View {
-  std::vector<Change> stores;  // the oldest first
   std::vector<Change> open;    // stores since it last ran: what was there before
+  std::vector<Change> stores;  // the oldest first
   // So many of `stores` are shown to the others there.
   std::size_t to_warp = 0, to_cta = 0;
   const Known *seen = nullptr, *seen_by_bulk = nullptr;
