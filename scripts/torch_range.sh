@@ -11,7 +11,8 @@
 # nearly everything.
 #
 # Exit status: 0 if everything requested passed; 1 if anything failed; 3 if nothing failed but an
-# environment could not be made, because the Python is missing or pip reaches no index.
+# environment could not be made, because the Python is missing, pip reaches no index or the disk has
+# too little room.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -27,6 +28,13 @@ tests=(
 )
 export NCCLEP_BUILD_EXTENSION=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 table=() status=0
+# What an environment takes, and what pip unpacks beside it in the meantime.
+needed_gb=10
+
+# has_room FOLDER: whether its disk has room for an environment
+has_room() {
+    [ "$(df --output=avail --block-size=1G "$1" | tail -n 1)" -ge $needed_gb ]
+}
 
 # check VENV FOLDER: the commands of a first contact, then the tests
 check() {
@@ -46,7 +54,10 @@ for end in "${ends[@]}"; do
     esac
     venv=.venv-$end work=$(mktemp -d) result=FAIL
     echo "--- $end: Python $python"
-    if PYTHON=$python CONSTRAINTS=$constraints scripts/setup_venv.sh "$venv"; then
+    if ! { has_room . && has_room "$work"; }; then
+        echo "less than $needed_gb GB are free in $PWD or in ${work%/*}"
+        result="NOT RUN"
+    elif PYTHON=$python CONSTRAINTS=$constraints scripts/setup_venv.sh "$venv"; then
         ! check "$venv" "$work" || result=pass
     elif ! "$venv/bin/pip" index versions torch &>/dev/null; then
         result="NOT RUN"
@@ -55,7 +66,7 @@ for end in "${ends[@]}"; do
     FAIL) status=1 ;;
     "NOT RUN") [ $status -ne 0 ] || status=3 ;;
     esac
-    versions=$("$venv/bin/pip" list 2>/dev/null | awk '/^(torch|megatron-core) / { printf "%s %s  ", $1, $2 }')
+    versions=$([ -x "$venv/bin/pip" ] && "$venv/bin/pip" list 2>/dev/null | awk '/^(torch|megatron-core) / { printf "%s %s  ", $1, $2 }')
     table+=("$(printf '%-8s  Python %-5s  %-40s  %s' "$end" "$python" "$versions" "$result")")
     rm -rf "$work"
     [ -n "${KEEP:-}" ] || rm -rf "$venv"
