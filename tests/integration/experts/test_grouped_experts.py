@@ -81,6 +81,24 @@ def test_frozen_weights_that_have_moved(ctx: RankContext) -> None:
             assert (view_of(experts.weights_of(layer)) is not None) == frozen
 
 
+def test_frozen_weights_that_an_evaluation_lays_out(ctx: RankContext) -> None:
+    """Text generated in inference mode before the first step of fine-tuning left frozen experts in
+    memory that autograd refuses: "Inference tensors cannot be saved for backward".
+    """
+    initialize(ep=2)
+    experts = build_layer(make_config("ncclep", torch.float32, 2, ncclep=GROUPED, **SWIGLU)).experts
+    for weight in experts.parameters():
+        weight.data = weight.data.clone()
+        weight.requires_grad_(False)
+    rows, probs, counts = torch.ones(64, 16), torch.ones(64), torch.tensor([16, 0, 32, 16])
+    with torch.inference_mode():
+        expected, _ = experts(rows, counts, probs)
+    found, _ = experts(rows.requires_grad_(), counts, probs)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert rows.grad is not None and rows.grad.any()
+
+
 # ---- training
 
 
