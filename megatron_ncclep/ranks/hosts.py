@@ -330,7 +330,9 @@ class Hosts:
         if problems := self.gather_problems(problem, what, timeout_s):
             kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
             mine = -1 if failure is None else (kinds or [0])[0]
-            all_kinds = self.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
+            all_kinds = (
+                self.gather(torch.tensor([mine], device="cpu"), what, timeout_s).flatten().tolist()
+            )
             raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
             # An error of this package is complete, and as a cause would only be printed twice.
             cause = None if isinstance(failure, EpError) else failure

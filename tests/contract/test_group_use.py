@@ -131,6 +131,20 @@ def test_an_engine_of_an_evaluation(ctx: RankContext, shares_memory: bool) -> No
 
 
 @pytest.mark.cpu_only
+def test_beside_a_default_device(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is made without memory (`with torch.device("meta")`) is filled later, but its
+    engine needs numbers now: it was "Cannot copy out of meta tensor".
+    """
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(ctx.num_ranks // 2))
+    process_group = dist.new_group(list(range(ctx.num_ranks)))
+    with torch.device("meta"):
+        engine = create_engine(process_group, 2 * NUM_EXPERTS, EpConfig(engine="hierarchical"))
+    assert engine.plan(topk(ctx)).num_tokens == len(topk(ctx))
+    megatron_ncclep.close(process_group)
+    dist.destroy_process_group(process_group)
+
+
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memory: bool) -> None:
     """A rank that has refused a call still comes to close the group: if it does not, that is the

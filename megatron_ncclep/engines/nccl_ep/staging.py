@@ -187,7 +187,9 @@ class Staging(Resource):
         bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
         what = "freeing outgrown staging memory of nccl_ep"
         timeout_s = self._group.deadline_s(self._config)
-        bound_anywhere = self._group.hosts.gather(torch.tensor(bound), what, timeout_s)
+        bound_anywhere = self._group.hosts.gather(
+            torch.tensor(bound, device="cpu"), what, timeout_s
+        )
         in_use = bound_anywhere.sum(dim=0).tolist()
         if not all(in_use):
             torch.cuda.synchronize(self._group.device)
