@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
@@ -18,6 +20,13 @@ import torch
 RELEASE = "0.5.23"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 GROUP = "sglang.srt.plugins"
+MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256,
+    "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64,
+    "moe_intermediate_size": 64, "vocab_size": 1000, "max_position_embeddings": 2048,
+    "mlp_only_layers": [], "decoder_sparse_step": 1, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 def folder() -> Path:
@@ -45,6 +54,28 @@ def load() -> None:
         plugins.load_plugins()
 
 
+def publish(rank: int, command: str) -> Any:
+    """Let SGLang resolve, check and publish its arguments for a small model; returns its config.
+
+    Two ranks, on a CPU, in fp32.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.server_args import prepare_server_args
+
+    with tempfile.TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(MODEL))
+        own = ["--model-path", model, "--device", "cpu", "--dtype", "float32"]
+        args = prepare_server_args([*own, "--skip-tokenizer-init", *command.split()])
+        args.resolve_once()
+        args.check_server_args()
+        placed = runtime_context.SpawnRanks(world_rank=rank, gpu_id=0)
+        runtime_context.publish(args, role="scheduler", ranks=placed)
+        initialize_moe_config()
+        return model_config_of(args).hf_config
+
+
 @contextmanager
 def running(group: Any, rank: int, backend: str = "ncclep") -> Iterator[None]:
     """In a model of data-parallel attention over the ranks of `group`."""
@@ -52,12 +83,12 @@ def running(group: Any, rank: int, backend: str = "ncclep") -> Iterator[None]:
     from sglang.srt.layers.moe.utils import MoeA2ABackend
 
     size = 2
-    ranks = SimpleNamespace(device_group=group)
+    ranks = SimpleNamespace(device_group=group, world_size=size)
     moe = runtime_context.get_flags().moe
     moe.a2a_backend = MoeA2ABackend(backend)
     with runtime_context.get_parallel().override(
         moe_ep_group=ranks, tp_group=ranks, moe_ep_size=size, moe_ep_rank=rank, tp_size=size,
-        dwdp_size=1,
+        moe_tp_group=ranks, dwdp_size=1,
     ):  # fmt: skip
         yield
 

@@ -116,6 +116,59 @@ def test_a_layers_output(ctx: RankContext) -> None:
             dispatcher.dispatch(x, StandardTopKOutput(weights, assignments, None))
 
 
+def swiglu_experts(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, **_: Any
+) -> torch.Tensor:
+    """What SGLang's Triton kernels compute; experts of other ranks are -1."""
+    weights, ids, _ = topk_output
+    out = torch.zeros_like(hidden_states)
+    for expert in range(len(w1)):
+        rows, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (hidden_states[rows] @ w1[expert].T).chunk(2, dim=1)
+        outputs = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        out.index_add_(0, rows, outputs * weights[rows, place].view(-1, 1))
+    return out
+
+
+def test_a_models_layer(ctx: RankContext) -> None:
+    """SGLang resolves the options, and its Qwen3-MoE makes the layer; only kernels are replaced."""
+    real_sglang.load()
+    command = served()
+    for option in ("--tp-size", "--ep-size", "--attn-dp-size"):
+        command = command.replace(f"{option} 8", f"{option} 2")
+    config = real_sglang.publish(ctx.rank, command)
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+    from sglang.srt.layers.quantization import unquant
+    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    method = unquant.UnquantizedFusedMoEMethod
+    generator = torch.Generator().manual_seed(0)
+    gate, w13, w2 = (
+        torch.randn(6, *shape, generator=generator) / 16
+        for shape in ((HIDDEN,), (128, HIDDEN), (HIDDEN, 64))
+    )
+    tokens = [torch.randn(number, HIDDEN, generator=generator) for number in (5, 9)]
+    with (
+        real_sglang.running(ctx.group, ctx.rank),
+        mock.patch.object(fused_moe, "fused_experts", swiglu_experts),
+        mock.patch.object(method, "apply", method.forward_cuda),
+    ):
+        block = Qwen3MoeSparseMoeBlock(0, config)
+        mine = slice(ctx.rank * NUM_LOCAL, (ctx.rank + 1) * NUM_LOCAL)
+        for weight, value in (
+            (block.gate.weight, gate), (block.experts.w13_weight, w13[mine]),
+            (block.experts.w2_weight, w2[mine]),
+        ):  # fmt: skip
+            weight.data.copy_(value)
+        set_dp_buffer_len(14, len(tokens[ctx.rank]), False, [5, 9])
+        x = tokens[ctx.rank]
+        out = block(x.clone())
+    weights, ids = (x @ gate.T).softmax(1).topk(TOP_K, dim=1)
+    weights = weights / weights.sum(1, keepdim=True)
+    torch.testing.assert_close(out, swiglu_experts(x, w13, w2, (weights, ids, None)))
+
+
 def test_a_layer_that_is_not_supported_is_refused(ctx: RankContext) -> None:
     real_sglang.load()
     from sglang.srt.layers.moe.fused_moe_triton import layer
@@ -139,6 +192,12 @@ def test_a_layer_that_is_not_supported_is_refused(ctx: RankContext) -> None:
             layer.create_moe_dispatcher(config, quant_method=None)
 
 
+def served() -> str:
+    """The options of the page's command."""
+    (options,) = re.findall(r"^sglang serve MODEL (.*)", PAGE.read_text(), re.M)
+    return str(options)
+
+
 def arguments(*words: str) -> Any:
     """SGLang's arguments, after the checks that follow their resolution, which needs a model."""
     from sglang.srt.arg_groups import validation_hook
@@ -160,8 +219,7 @@ def test_the_option_takes_the_name(ctx: RankContext) -> None:
 
     from megatron_ncclep.sglang.dispatcher import GRAPH_OPTION
 
-    (command,) = re.findall(r"^sglang serve MODEL (.*)", PAGE.read_text(), re.M)
-    made = arguments(*command.split())
+    made = arguments(*served().split())
     assert (made.moe_a2a_backend, made.tp_size) == ("ncclep", 8)
     arguments(*" ".join(re.findall(r"--\S+ \w+", GRAPH_OPTION)).split())
     arguments("--moe-runner-backend", "triton", "--disable-shared-experts-fusion")
