@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
+from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.runtime_context import get_parallel
 
 from megatron_ncclep.engines.engine import NOT_ROUTED
@@ -52,16 +52,6 @@ class NcclEpDispatcher(BaseDispatcher):
                 f"{'of this quantisation' if runner is None else runner.value}: set "
                 "--moe-runner-backend triton, or choose another --moe-a2a-backend"
             )
-        if config.num_fused_shared_experts:
-            raise InputError(
-                f"--moe-a2a-backend {BACKEND} with fused shared experts: set "
-                "--disable-shared-experts-fusion"
-            )
-        if config.no_combine:
-            raise InputError(
-                f"--moe-a2a-backend {BACKEND} with a model that adds up experts' outputs itself: "
-                "choose another --moe-a2a-backend"
-            )
         config.inplace = False  # the rows are a buffer of ours
         group = EpGroup.of(get_parallel().moe_ep_group.device_group)
         self._num_local = config.num_local_experts
@@ -78,7 +68,7 @@ class NcclEpDispatcher(BaseDispatcher):
 
         Args:
             hidden_states: [num_tokens, hidden].
-            topk_output: SGLang's, with experts of all ranks; -1: not routed.
+            topk_output: SGLang's StandardTopKOutput: experts of all ranks; -1: not routed.
 
         Returns:
             SGLang's StandardDispatchOutput: rows [num_rows, hidden] and, for each, this rank's
@@ -88,8 +78,6 @@ class NcclEpDispatcher(BaseDispatcher):
             InputError: SGLang's ranks have not agreed on their numbers of tokens.
             PeerError: a rank did not come.
         """
-        if TopKOutputChecker.format_is_bypassed(topk_output):
-            topk_output = topk_output.to_standard()
         num_tokens = get_dp_global_num_tokens()
         if not num_tokens or len(num_tokens) != get_parallel().moe_ep_size:
             raise InputError(

@@ -52,7 +52,7 @@ def runner_config(**changed: Any) -> Any:
 
     sizes: dict[str, Any] = {
         "num_experts": NUM_LOCAL * 2, "num_local_experts": NUM_LOCAL, "hidden_size": HIDDEN,
-        "top_k": TOP_K, "params_dtype": torch.float32, "num_fused_shared_experts": 0,
+        "top_k": TOP_K, "params_dtype": torch.float32,
         "runner_backend": MoeRunnerBackend.TRITON,
     }  # fmt: skip
     return MoeRunnerConfig(**{**sizes, **changed})
@@ -178,8 +178,6 @@ def test_a_layer_that_is_not_supported_is_refused(ctx: RankContext) -> None:
         for changed, words in (
             ({"runner_backend": MoeRunnerBackend.DEEP_GEMM}, "runner deep_gemm: set --moe-runner"),
             ({"runner_backend": None}, "runner of this quantisation"),
-            ({"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
-            ({"no_combine": True}, "adds up experts' outputs itself"),
             ({"num_local_experts": NUM_LOCAL + 1}, "6 experts, 4 on this rank of 2"),
         ):  # fmt: skip
             with pytest.raises(InputError, match=words):
@@ -198,13 +196,17 @@ def served() -> str:
     return str(options)
 
 
-def arguments(*words: str) -> Any:
+def arguments(*words: str, model: str = "Qwen3MoeForCausalLM") -> Any:
     """SGLang's arguments, after the checks that follow their resolution, which needs a model."""
-    from sglang.srt.arg_groups import validation_hook
+    from sglang.srt.arg_groups import overrides, validation_hook
     from sglang.srt.server_args import prepare_server_args
 
     made = prepare_server_args(["--model-path", "none", *words])
-    with mock.patch.object(validation_hook, "check_server_args") as original:
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[model]))
+    with (
+        mock.patch.object(validation_hook, "check_server_args") as original,
+        mock.patch.object(overrides, "model_config_of", return_value=config),
+    ):
         made.check_server_args()
     original.assert_called_once_with(made)
     return made
@@ -222,7 +224,7 @@ def test_the_option_takes_the_name(ctx: RankContext) -> None:
     made = arguments(*served().split())
     assert (made.moe_a2a_backend, made.tp_size) == ("ncclep", 8)
     arguments(*" ".join(re.findall(r"--\S+ \w+", GRAPH_OPTION)).split())
-    arguments("--moe-runner-backend", "triton", "--disable-shared-experts-fusion")
+    arguments("--moe-runner-backend", "triton")
     ranks = ["--tp-size", "2", "--ep-size", "2", "--attn-dp-size", "2"]
     ours = ["--moe-a2a-backend", "ncclep"]
     for words, message in (
@@ -236,6 +238,8 @@ def test_the_option_takes_the_name(ctx: RankContext) -> None:
     ):
         with pytest.raises(InputError, match=message):
             arguments(*words)
+    with pytest.raises(InputError, match="DeepseekV3ForCausalLM: tested with Qwen3MoeForCausalLM"):
+        arguments(*ours, *ranks, model="DeepseekV3ForCausalLM")
     assert arguments("--moe-a2a-backend", "deepep").moe_a2a_backend == "deepep"
     with pytest.raises(SystemExit):
         arguments("--moe-a2a-backend", "nccl-ep")
