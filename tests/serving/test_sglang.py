@@ -52,7 +52,7 @@ def runner_config(**changed: Any) -> Any:
 
     sizes: dict[str, Any] = {
         "num_experts": NUM_LOCAL * 2, "num_local_experts": NUM_LOCAL, "hidden_size": HIDDEN,
-        "top_k": TOP_K, "params_dtype": torch.float32,
+        "top_k": TOP_K, "params_dtype": torch.float32, "num_fused_shared_experts": 0,
         "runner_backend": MoeRunnerBackend.TRITON,
     }  # fmt: skip
     return MoeRunnerConfig(**{**sizes, **changed})
