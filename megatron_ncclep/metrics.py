@@ -168,7 +168,7 @@ class Metrics(Resource):
             PeerError: a rank did not come in time.
         """
         if self._layers:
-            here = torch.tensor([owner() is not None for owner, _ in self._layers], device="cpu")
+            here = [owner() is not None for owner, _ in self._layers]
             what = "open, exchanging the list of layers"
             everywhere = self._group.hosts.gather(here, what, self._timeout_s).all(dim=0).tolist()
             self._layers = [

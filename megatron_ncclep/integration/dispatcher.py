@@ -312,7 +312,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
         all_ranks = self._ranks.hosts.gather(
-            torch.tensor([mine], device="cpu"),
+            [mine],
             "plan, exchanging how many experts a token has with capacity padding",
             self._ranks.deadline_s(self.engine.config),
         )

@@ -209,9 +209,10 @@ def _is_one_of(module: nn.Module | None, known: dict[str, str]) -> bool:
     found = vars(module).keys() - _OF_A_MODULE | module._modules.keys()
     forward = type(module).forward
     # functools.wraps gives a patch the name of what it calls.
-    is_own = forward.__qualname__ == f"{type(module).__name__}.forward"
-    is_own = is_own and not hasattr(forward, "__wrapped__")
-    return is_own and found == set(attributes.split()) and not module._parameters
+    if hasattr(forward, "__wrapped__") or module._parameters:
+        return False
+    own = f"{type(module).__name__}.forward"
+    return found == set(attributes.split()) and forward.__qualname__ == own
 
 
 def _name(module: nn.Module) -> str:

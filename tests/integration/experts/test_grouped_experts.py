@@ -96,7 +96,8 @@ def test_frozen_weights_that_an_evaluation_lays_out(ctx: RankContext) -> None:
     found, _ = experts(rows.requires_grad_(), counts, probs)
     assert torch.equal(found, expected)
     found.sum().backward()
-    assert rows.grad is not None and rows.grad.any()
+    assert rows.grad is not None
+    assert rows.grad.any()
 
 
 # ---- training
