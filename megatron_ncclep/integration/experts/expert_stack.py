@@ -54,10 +54,10 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]) if view is None else view
 
 
-# Autograd would refuse what an evaluation in inference mode has moved.
-@torch.inference_mode(False)
 def lay_out(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Move the parameters' data into one storage, in the order given; values stay the same."""
-    stack = torch.stack([parameter.detach() for parameter in parameters])
-    for parameter, data in zip(parameters, stack, strict=True):
-        parameter.data = data
+    # Autograd would refuse what an evaluation in inference mode has moved.
+    with torch.inference_mode(parameters[0].is_inference()):
+        stack = torch.stack([parameter.detach() for parameter in parameters])
+        for parameter, data in zip(parameters, stack, strict=True):
+            parameter.data = data
