@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import multiprocessing
 import os
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+from processes import forked_ranks
 
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
@@ -82,17 +81,12 @@ def be_rank(stdout: str, *arguments: str) -> int:
 def be_command(stdout: str, module: str, *arguments: str) -> int:
     """Be the command of `module`, with the engines above; standard output goes to a file.
 
-    The ranks that it starts are forks: to import what they need would take each of them seconds.
+    To import what they need would take the ranks that it starts seconds.
     """
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
     register()
-    forks = multiprocessing.get_context("fork")
     main = importlib.import_module(module).main  # its names are made of the engines that there are
-    with (
-        mock.patch.object(multiprocessing, "get_context", lambda method: forks),
-        Path(stdout).open("a") as file,
-        contextlib.redirect_stdout(file),
-    ):
+    with forked_ranks(), Path(stdout).open("a") as file, contextlib.redirect_stdout(file):
         status: int = main(list(arguments))
         return status

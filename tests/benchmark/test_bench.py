@@ -19,6 +19,7 @@ from benchmarks.shapes import load
 from benchmarks.table import render
 from megatron_ncclep.benchmark import PAIR, STEPS, WHOLE, table
 
+
 @dataclass(frozen=True)
 class Done:
     """A finished run."""

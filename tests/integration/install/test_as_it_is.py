@@ -11,9 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fixtures import closed
 from fork_server import ForkServer
-from forked_python import run_forked, server
+from forked_python import run_forked
 from test_install import run_python
 
 from megatron_ncclep.errors import IntegrationError
@@ -24,7 +23,6 @@ from megatron_ncclep.integration.patching import Changes, replaces
 from megatron_ncclep.integration.releases import MEGATRON
 from megatron_ncclep.vllm import hooks as vllm_hooks
 
-python = closed(server, "module")
 PROGRAM = Path(__file__).with_name("megatron_contents.py")
 CONFIGS = "megatron.core.transformer.transformer_config"
 # All that parsing needs, and noticing that a config asks for us.
