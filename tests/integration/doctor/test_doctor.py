@@ -241,6 +241,7 @@ def test_a_cpus_process_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made its own without what `ncclep train` replaces in torch.
     """
     monkeypatch.setattr(choice, "use_cpu", break_gloo)
+    monkeypatch.setattr(choice, "CPU_RANKS", 1)  # each one takes seconds to start
     (finding,) = examine("Engines")
     assert finding.subject == "engines for 1 ranks"
     problem = str(finding.problem)
