@@ -58,7 +58,7 @@ def make_subject(
         UnavailableError: it cannot be measured here; raised on every rank that knows the reason.
     """
     kind = kind_of(name)
-    if kind == "layer" and name == LIGER_CUTE:
+    if name == LIGER_CUTE:
         return LigerCuteSubject(name, setting, workload)
     if kind == "layer":
         made = AdaptedLayerSubject if known_variant(name).frozen else LayerSubject

@@ -48,7 +48,7 @@ def thousandths(max_recv_rows: str) -> int | None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and 1 <= value <= MAX_COUNT
+    return _is_between(1, MAX_COUNT, value) and isinstance(value, int)
 
 
 def _is_rows(value: Any) -> bool:
@@ -57,7 +57,9 @@ def _is_rows(value: Any) -> bool:
 
 
 def _is_between(least: float, most: float, value: Any) -> bool:
-    return isinstance(value, int | float) and least <= value <= most  # nan fails
+    # A `yes` in a file is True, which counts as 1 elsewhere.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and least <= value <= most  # nan fails
 
 
 def _switch(text: str) -> bool:

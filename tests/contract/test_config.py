@@ -21,6 +21,16 @@ from megatron_ncclep.config import (
 from megatron_ncclep.errors import InputError
 
 
+@pytest.mark.parametrize(
+    "field",
+    ["max_recv_rows", "max_tokens_per_rank", "num_sms", "timeout_s", "metrics_interval"],
+)
+def test_a_switch_is_no_number(field: str) -> None:
+    """`ncclep_max_recv_rows: yes` in a file of options meant one row."""
+    with pytest.raises(InputError, match=f"{field} True: must be a (whole )?number"):
+        EpConfig(**{field: True})
+
+
 @pytest.mark.parametrize("name", ["timeout_s", "first_timeout_s"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0, -1.0, 9e-4, 1.1e9, "60"])
 def test_deadlines_that_are_none(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ CASES = (
     # Queues with few places, and a direction in which nothing gets any further.
     ("short-probes", 4, 6), ("short-rails-plans", 4, 3), ("short-rails-rows", 4, 2),
     ("short-rails-failures", 4, 4), ("short-rails-ll", 4, 4), ("short-rails-ll-failures", 4, 4),
-    ("short-rails-cut", 2, 8), ("short-rails-cut", 4, 8), ("rails-cut", 4, 4),
+    ("short-rails-cut", 2, 8), ("short-rails-cut", 4, 5), ("rails-cut", 4, 4),
     ("short-rails-ll-cut", 2, 8), ("short-rails-ll-cut", 4, 8),
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ MISTAKES = {
         "native/device/call_barrier.cuh",
         "if («!wait_for_signal(ctx, rails, phase, kEntryPut, domain, 1, epoch)») return;",
         "false",
-        "rails-calls", 4, "."),
+        "rails-calls", 4, ".", 2),
     "rails: a refusal stays with the rail peer": (
         "native/device/wait.cuh", "if («ctx.control.num_domains > 1») {", "false",
         "rails-failures", 4, "failure: rank . does not say that rank . refused", 4),
@@ -89,7 +89,7 @@ MISTAKES = {
         "entered = «wait_for_entry(ctx, Phase::kCombine, rail_peer_in(ctx, domain), entry, epoch)"
         " != 0»;",
         "true",
-        "rails-combines", 2, "."),
+        "rails-combines", 2, ".", 2),
     "rails: a sum is counted before it is stored": (
         "native/rows/domain_sums.cuh", "«__threadfence();»\n      atomicAdd(number", "",
         "rails-combines", 4, "combine: "),
@@ -180,7 +180,7 @@ MISTAKES = {
         "rails-dispatches", 2, "dispatch: "),
     "rails: an entry is compared before it has come": (
         "native/device/call_barrier.cuh", "if («!is_entry_of(entries[i], number)»)", "false",
-        "rails-plans", 4, "a wait was in vain"),
+        "rails-plans", 4, "a wait was in vain", 2),
     "rails: slots of all ranks but a warp's lanes are counted anew": (
         "native/plan/plan.cu", "slot += R::kEnabled ? «__shfl_sync(~0u, up_to, kLanes - 1)»", "0",
         "rails-many", 33, "plan: ", 3),

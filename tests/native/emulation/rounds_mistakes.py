@@ -6,20 +6,20 @@ MISTAKES = {
     # In rounds, which every step of a training with large batches has, with weights.
     "rounds: two of a dispatch lie in one half": (
         "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
-        "rails-dispatches", 4, "dispatch: ", 106),
+        "rails-dispatches", 4, "dispatch: ", 107),
     "rounds: CTAs that have staged two are counted together": (
         "native/rows/stage.cuh", "ctx.control_of[ctx.rank] + counts) + «unit»;", "phase",
-        "rails-dispatches", 4, ".", 106),
+        "rails-dispatches", 4, ".", 107),
     "rounds: the second is staged before all ranks have entered": (
         "native/rails/phases.cuh",
         "is_free = «wait_for_entry(ctx, Phase::kDispatch, rank, entry, epoch) != 0»;", "true",
-        "rails-dispatches", 4, "dispatch: "),
+        "rails-dispatches", 4, "dispatch: ", 2),
     "rounds: one is staged before this domain has pulled the last but one": (
         "native/rails/phases.cuh",
         "«wait_for_round(ctx, Phase::kDispatch, rank_at(ctx, threadIdx.x), round.number - 2, "
         "epoch)»;",
         "true",
-        "rails-dispatches", 4, "dispatch: "),
+        "rails-dispatches", 4, "dispatch: ", 7),
     "rounds: one is staged before other domains have pulled the last but one": (
         "native/rails/phases.cuh",
         "is_free = «wait_for_signal(ctx, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
@@ -40,10 +40,10 @@ MISTAKES = {
         "native/rows/combine.cu",
         "«wait_for_round(ctx, Phase::kCombine, host_of(ctx, source),\n"
         + " " * 40 + "round.number - 1, epoch)»", "true",
-        "rails-combines", 4, "."),
+        "rails-combines", 4, ".", 1),
     "rounds: domains' sums of two lie in one place": (
         "native/rail_layout.h", "return «round % 2» * turn_parts()", "0",
-        "rails-combines", 4, "combine: "),
+        "rails-combines", 4, "combine: ", 1),
     "rounds: a domain's sums are made before this rank's last but one are added up": (
         "native/rows/domain_sums.cuh",
         "is_free = «wait_for_warps(ctx_, [&] { return are_added(ctx_, before); })»;", "true",
@@ -52,7 +52,7 @@ MISTAKES = {
         "native/rows/domain_sums.cuh",
         "is_free = «wait_for_signal(ctx_, rails_, Phase::kCombine, kAddedUpPut, domain,\n"
         + " " * 34 + "round.number - 1, epoch_)»;", "true",
-        "rails-combines", 4, "combine: "),
+        "rails-combines", 4, "combine: ", 1),
     "rounds: a rank says that its sums are added up before they are": (
         "native/rows/domain_sums.cuh",
         "is_over = «wait_for_warps(ctx, [&] { return are_added(ctx, round); })»;", "true",
@@ -63,7 +63,7 @@ MISTAKES = {
     "rounds: windows say how many there are, not the batch": (
         "native/rails/rounds.cuh", "return «*job.rail_routes.most_chunks * kChunk»;",
         "job.most_tokens",
-        "rails-dispatches", 2, "dispatch: rounds of rank"),
+        "rails-dispatches", 2, "dispatch: rounds of rank", 8),
     "rounds: only the first one's weights are put": (
         "native/rails/phases.cuh", "if («job.has_weights && last > start») {",
         "job.has_weights && last > start && round.number == 0",
@@ -90,7 +90,7 @@ MISTAKES = {
         "rails-failures", 2, "failure: rank . does not say that rank . refused", 8),
     "rails: a second closing waits for nothing": (
         "native/device/stop.cu", "count_signals<Rails>(ctx, kLastPut, kLastRounds);", "",
-        "rails-plans", 4, "bytes are on their way"),
+        "rails-plans", 4, "bytes are on their way", 5),
     "rails: counts of dropped assignments are those of the plan before": (
         "native/plan/overflow.cu", "count_signals<R>(ctx, kRequestsPut, 1);", "",
         "rails-plans", 4, ".", 2),
@@ -118,9 +118,9 @@ MISTAKES = {
     "bad routings of the plans before are forgotten": (
         "native/plan/plan.cu", "ctx.mailbox->bad_ranks.words[lane] |= bad;",
         "ctx.mailbox->bad_ranks.words[lane] = bad;",
-        "plans", 3, "plan: bad ranks of static plans", 19),
+        "plans", 3, "plan: bad ranks of static plans", 39),
     "the presence of weights is not in a call": (
         "native/host/call_signature.cpp", ".put(«has_weights», kWeightBits)", "false",
-        "calls", 2, "failure: rank . has waited for nobody"),
+        "calls", 2, "failure: rank . has waited for nobody", 14),
 }
 # fmt: on
