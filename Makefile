@@ -29,13 +29,13 @@ train: $(BUILT)  ## train a small mixture-of-experts GPT on this machine's CPU
 	$(BIN)/ncclep train $(ARGS)
 
 # The processes share both cores: one process rarely has work for more than one.
-# tests/serving needs the releases of vLLM that scripts/fetch_vllm.sh unpacks, 0.9 GB to download.
+# tests/serving needs the servers that scripts/fetch_servers.sh unpacks, 1 GB to download.
 # Then the tests that depend on the release of Megatron-Core, with each release that
 # scripts/fetch_megatron.sh has unpacked, including MEGATRON_LM's; `make test PYTHON=3.11` runs all
 # tests with the oldest one.
 # With a '=': pytest would take a folder that exists for tests, and not know its own options.
 test: $(BUILT)  ## run the tests; ARGS="-k NAME" picks some
-	scripts/fetch_vllm.sh $(VENV) || echo "no vLLM: tests/serving is left out"
+	scripts/fetch_servers.sh $(VENV) || echo "no vLLM or SGLang: tests/serving is left out"
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(WORKERS) --ran=runs/ran)
 	$(if $(ARGS),,[ ! -d $(VENV)/megatron ] || scripts/fetch_megatron.sh $(VENV))
 	$(if $(ARGS),,ls $(VENV)/megatron 2>/dev/null | grep -v '^0\.16' \

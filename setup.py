@@ -266,6 +266,8 @@ setup(
         "megatron_ncclep.libraries",
         "megatron_ncclep.ops",
         "megatron_ncclep.ranks",
+        "megatron_ncclep.serving",
+        "megatron_ncclep.sglang",
         "megatron_ncclep.training",
         "megatron_ncclep.vllm",
         "megatron_ncclep.configs",

@@ -18,7 +18,7 @@ from megatron_ncclep.engines.native.group import tokens_of_windows
 from megatron_ncclep.engines.native.plan import HEADROOM
 from megatron_ncclep.errors import EngineUnavailableError, InputError
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.vllm import MOST_TOKENS
+from megatron_ncclep.serving.modes import MOST_TOKENS
 
 # Heads of the tables.
 HEAD = "nodes", "ranks", "network MB", "ms", "inside MB", "ms", "pass ms", "flat MB", "ms"

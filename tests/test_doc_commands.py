@@ -270,6 +270,7 @@ RULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "scripts/launch_local.sh": Shell.launch_local,
     "torchrun": Shell.torchrun,
     "vllm": lambda shell, words: None,  # tests/serving/test_vllm.py parses it with vLLM
+    "sglang": lambda shell, words: None,  # and test_sglang.py with SGLang
 }
 
 

@@ -45,6 +45,8 @@ LAYER_OF = {
     "cli": "tools",
     "cpu": "tools",
     "doctor": "tools",
+    "serving": "tools",
+    "sglang": "tools",
     "training": "tools",
     "vllm": "tools",
 }
@@ -62,7 +64,8 @@ BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 # What others begin with: the commands and entry points, and what their programs import.
 ENTRIES = {
     "megatron_ncclep", "megatron_ncclep.__main__", "megatron_ncclep.autoload",
-    "megatron_ncclep.vllm", "megatron_ncclep.metrics", "megatron_ncclep.gradient_averaging",
+    "megatron_ncclep.vllm", "megatron_ncclep.sglang", "megatron_ncclep.metrics",
+    "megatron_ncclep.gradient_averaging",
 }  # fmt: skip
 
 
@@ -172,12 +175,12 @@ def test_imports_point_one_way(path: Path):
 
 
 def test_integration_stands_on_a_ground_floor():
-    """Patching knows no place that is patched, and vLLM's hooks take nothing else of Megatron's."""
+    """Patching knows no place that is patched; servers' hooks use nothing else of Megatron's."""
     floor = {
         f"megatron_ncclep.integration.{name}" for name in ("import_hook", "patching", "releases")
     }
     on_it = [
-        *(PACKAGE / "vllm").glob("*.py"),
+        *(path for name in ("serving", "sglang", "vllm") for path in (PACKAGE / name).glob("*.py")),
         *(path for path in MODULES if dotted_name(path) in floor),
     ]
     assert len(on_it) > len(floor)

@@ -147,6 +147,7 @@ def test_the_wheel_is_complete(built: Built):
     assert "ncclep = megatron_ncclep.cli:main" in declared
     assert "megatron_ncclep = megatron_ncclep.autoload:autoload" in declared
     assert "ncclep = megatron_ncclep.vllm:register" in declared
+    assert "ncclep = megatron_ncclep.sglang:register" in declared
 
 
 def test_the_wheel_says_where_it_runs(built: Built):

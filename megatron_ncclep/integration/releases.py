@@ -41,3 +41,4 @@ class Program(NamedTuple):
 
 MEGATRON = Program("Megatron-Core", "0.16.1", "0.20.0", "--moe-token-dispatcher-type ncclep")
 VLLM = Program("vLLM", "0.24", "0.33", "--all2all-backend ncclep")
+SGLANG = Program("SGLang", "0.5.23", "0.5.23", "--moe-a2a-backend ncclep")

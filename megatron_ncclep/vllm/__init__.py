@@ -2,7 +2,6 @@
 
     hooks   the places of vLLM that are changed in memory, so that the option takes the name
     pair    vLLM's prepare/finalize pair: what a MoE layer calls before and after its experts
-    modes   low-latency mode for few tokens, exact mode for many
 
 vLLM calls `register`, an entry point of the group vllm.general_plugins, in each of its processes
 before it reads options or makes a model.  docs/vllm.md describes the whole.
@@ -14,9 +13,6 @@ from megatron_ncclep.integration.import_hook import the_finder
 from megatron_ncclep.integration.releases import VLLM
 
 BACKEND = "ncclep"  # the value of vLLM's --all2all-backend
-# The numbers of tokens that low-latency objects are made for: experts get as many rows from each
-# rank, so a small batch takes the smallest object in which it fits.
-MOST_TOKENS = (8, 32, 128, 512)
 
 
 def register() -> None:

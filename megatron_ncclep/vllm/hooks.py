@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from megatron_ncclep.errors import InputError, PeerError
+from megatron_ncclep.errors import InputError
 from megatron_ncclep.integration.patching import Changes, raise_failure, replaces, unknown
 from megatron_ncclep.integration.releases import VLLM
 from megatron_ncclep.logs import get_logger
@@ -126,33 +126,14 @@ def _checked(original: Callable[..., Any]) -> Any:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_ours(self):
             return original(self, *args, **kwargs)
-        result = _raising(lambda: original(self, *args, **kwargs))
+        from megatron_ncclep.serving.failures import raising  # imports torch
+
+        result = raising(lambda: original(self, *args, **kwargs), VLLM)
         if (get_output := getattr(result, "get_output", None)) is not None:
-            result.get_output = lambda: _raising(get_output)
+            result.get_output = lambda: raising(get_output, VLLM)
         return result
 
     return checked
-
-
-def _raising(call: Callable[[], Any]) -> Any:
-    """The result of `call`; raises failures that a device has reported by then.
-
-    Raises:
-        PeerError: a rank has died, or did not come.
-        IntegrationError: vLLM has imported a module that is not as expected.
-    """
-    from megatron_ncclep.ranks.group import lost_ranks, raise_failures
-
-    raise_failure(VLLM)
-    raise_failures()
-    try:
-        result = call()
-    except RuntimeError as error:
-        if isinstance(error, PeerError) or not (lost := lost_ranks()):
-            raise
-        raise PeerError(f"{lost}; look at the other ranks' output. {error}") from error
-    raise_failures()
-    return result
 
 
 def _ending_first_step(original: Callable[..., Any]) -> Any:

@@ -22,15 +22,15 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
-from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.engines.low_latency_types import Tokens
 from megatron_ncclep.errors import InputError
+from megatron_ncclep.integration.releases import VLLM
 from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.vllm import BACKEND, MOST_TOKENS
-from megatron_ncclep.vllm.modes import FewTokens, ManyTokens, Mode
+from megatron_ncclep.serving.modes import MOST_TOKENS, Mode, Modes
+from megatron_ncclep.vllm import BACKEND
+
+# Limits the CUDA graphs to what low-latency mode takes.
+GRAPH_OPTION = f"--max-cudagraph-capture-size {MOST_TOKENS[-1]}"
 
 
 def make_pair(arguments: dict[str, Any]) -> NcclEpPrepareAndFinalize:
@@ -57,70 +57,32 @@ def make_pair(arguments: dict[str, Any]) -> NcclEpPrepareAndFinalize:
 
 
 class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
-    """Tokens to their experts' ranks and back, in one of two modes (modes.py).
-
-    A batch is in low-latency mode if no rank has more than `MOST_TOKENS[-1]` tokens, otherwise in
-    exact mode.  vLLM's ranks know each other's numbers of tokens, so all choose the same.  No host
-    waits in low-latency mode, so CUDA graphs can hold it; they cannot hold exact mode.
-
-    Layers of the same sizes share their objects, because they take turns.
-
-    Raises:
-        InputError: the ranks have different numbers of experts.
-    """
+    """Tokens to their experts' ranks and back, in one of two modes (megatron_ncclep.serving)."""
 
     def __init__(self, group: EpGroup, moe: Any) -> None:
         super().__init__()
-        if moe.num_experts != moe.num_local_experts * group.size:
-            raise InputError(
-                f"{moe.num_experts} experts, {moe.num_local_experts} on this rank of {group.size}: "
-                "every rank must have equally many, in order"
-            )
         self._group, self._moe = group, moe
         self._num_experts: int = moe.num_experts
         self._payload = Payload(None, 0)
-        self._few: dict[int, FewTokens] = {}
-        self._many: ManyTokens | None = None
+        self._modes: Modes | None = None
         self._mode: Mode | None = None  # between prepare and finalize
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Make the modes' objects, for the inputs of these experts.  Collective.
 
         Raises:
-            InputError: on all ranks, for sizes that low-latency mode does not support.
-            EngineUnavailableError: for example, the GPUs are not in one NVLink domain.
+            as `Modes`.
         """
-        group, moe = self._group, self._moe
+        moe = self._moe
         self._payload = payload_of(
             fused_experts.quant_config, moe.hidden_dim, fused_experts.expects_unquantized_inputs
         )
-        engine = group.resources.share(f"vllm {self._num_experts}", self._make_engine)
-        sizes: dict[str, Any] = {
-            "hidden": moe.hidden_dim,
-            "top_k": moe.experts_per_token,
-            "dtype": moe.in_dtype,
-            "payload": self._payload.dtype,
-            "num_scales": self._payload.num_scales,
-        }
-        for most in MOST_TOKENS:
-
-            def make(most: int = most) -> LowLatency:
-                return create_low_latency(engine, max_tokens=most, **sizes)
-
-            calls = group.resources.share(f"vllm {self._num_experts} {most} {sizes}", make)
-            self._few[most] = FewTokens(calls, self._num_experts)
-        self._many = ManyTokens(engine)
+        self._modes = Modes(
+            self._group, VLLM, self._num_experts, moe.num_local_experts, hidden=moe.hidden_dim,
+            top_k=moe.experts_per_token, dtype=moe.in_dtype,
+            payload=self._payload.dtype, num_scales=self._payload.num_scales,
+        )  # fmt: skip
         self._reserve_workspace(fused_experts)
-
-    def _make_engine(self) -> Engine:
-        name = "native" if self._group.device.type == "cuda" else "reference"
-        config = EpConfig.resolve(engine=name)
-        if config.max_recv_rows is not None:
-            raise InputError(
-                f"max_recv_rows {config.max_recv_rows!r} (NCCLEP_MAX_RECV_ROWS): vLLM's backend "
-                f"{BACKEND} drops no rows; leave it out"
-            )
-        return create_engine(self._group.torch.process_group, self._num_experts, config)
 
     def _reserve_workspace(self, experts: Any) -> None:
         """Make vLLM's workspace large enough for any routing: after warm-up it must not grow.
@@ -230,7 +192,8 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 per_act_token_quant=quant_config.per_act_token_quant,
                 block_shape=quant_config.block_shape,
             )
-        self._mode = self._mode_for(max(tokens_of_ranks()))
+        assert self._modes is not None, "vLLM calls post_init_setup first"
+        self._mode = self._modes.of(max(tokens_of_ranks()), GRAPH_OPTION)
         wait = self._mode.dispatch(Tokens(a1, topk_ids, topk_weights.float(), scales))
 
         def receive() -> Any:
@@ -246,19 +209,6 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             )
 
         return receive
-
-    def _mode_for(self, num_tokens: int) -> Mode:
-        """The mode of a batch in which no rank has more tokens; the same on all ranks."""
-        for most, few in self._few.items():
-            if num_tokens <= most:
-                return few
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise InputError(
-                f"a CUDA graph of {num_tokens} tokens: vLLM's backend {BACKEND} can be captured "
-                f"up to {MOST_TOKENS[-1]}: set --max-cudagraph-capture-size {MOST_TOKENS[-1]}"
-            )
-        assert self._many is not None, "vLLM calls post_init_setup first"
-        return self._many
 
     def finalize(self, *arguments: Any, **named: Any) -> None:
         """Both halves of a combine; see `finalize_async`."""

@@ -1,4 +1,4 @@
-"""vLLM's own modules on a CPU, as scripts/fetch_vllm.sh unpacks them, and a layer made of them."""
+"""vLLM's own modules on a CPU, unpacked by scripts/fetch_servers.sh, and a layer made of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def folder(release: str) -> Path:
 
 def unavailable_reason() -> str | None:
     missing = [r for r in RELEASES if not (folder(r) / "vllm").is_dir()]
-    return f"no vLLM {missing[0]}: run scripts/fetch_vllm.sh with Python 3.12" if missing else None
+    return (
+        f"no vLLM {missing[0]}: run scripts/fetch_servers.sh with Python 3.12" if missing else None
+    )
 
 
 def load(release: str, group: Any = None) -> Any:
@@ -29,7 +31,7 @@ def load(release: str, group: Any = None) -> Any:
     """
     if str(folder(release)) not in sys.path:
         # Last, so that what this environment has comes first.
-        sys.path += [str(folder(release)), str(folder("needs"))]
+        sys.path += [str(folder(release)), str(Path(sys.prefix) / "servers")]
         from vllm import platforms
         from vllm.platforms.cpu import CpuPlatform
 

@@ -156,7 +156,8 @@ def test_a_layers_output(ctx: RankContext, release: str, kind: str) -> None:
     real_vllm.load(release, ctx.group)
     from vllm.v1.worker import workspace
 
-    from megatron_ncclep.vllm import modes, pair
+    from megatron_ncclep.serving import modes
+    from megatron_ncclep.vllm import pair
 
     dtype = torch.bfloat16 if kind == "fp8" else torch.float32
     made = [make_kernel(ctx, release, kind, dtype) for _ in range(2)]
@@ -174,7 +175,7 @@ def test_a_layers_output(ctx: RankContext, release: str, kind: str) -> None:
         counts = [int((every == expert).sum()) for expert in range(first, first + NUM_LOCAL)]
         if any(counts):
             assert experts.seen == counts
-        used.append(kernel.prepare_finalize._mode_for(max(BATCHES[number])))
+        used.append(kernel.prepare_finalize._modes.of(max(BATCHES[number]), ""))
     few = [mode._calls.sizes.max_tokens for mode in used if isinstance(mode, modes.FewTokens)]
     assert few == [8, 8, 128, 8]
 
@@ -232,7 +233,7 @@ def test_what_the_pair_does_not_do_is_refused(ctx: RankContext, release: str) ->
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
         pytest.raises(InputError, match=r"graph of 513 tokens: .* up to 512: set --max-cudagraph"),
     ):
-        pair._mode_for(513)
+        pair._modes.of(513, "--max-cudagraph-capture-size 512")
 
 
 def test_the_option_takes_the_name(ctx: RankContext, release: str) -> None:
@@ -335,7 +336,9 @@ def test_no_tokens_of_a_failed_step_are_handed_out(ctx: RankContext, release: st
     assert Worker.compile_or_warm_up_model(worker) == "seconds"
     device.check.assert_called_once_with()
     broken = hooks._checked(mock.Mock(side_effect=RuntimeError("Connection closed"), __name__="x"))
-    lost = mock.patch("megatron_ncclep.ranks.group.lost_ranks", side_effect=["", "rank 1 has died"])
+    lost = mock.patch(
+        "megatron_ncclep.serving.failures.lost_ranks", side_effect=["", "rank 1 has died"]
+    )
     with lost:
         with pytest.raises(RuntimeError, match=r"^Connection closed"):
             broken(worker)

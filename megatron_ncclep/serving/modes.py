@@ -1,21 +1,30 @@
-"""How a pair moves rows: low-latency mode for few tokens, exact mode for many.
+"""How a server's layer moves rows: low-latency mode for few tokens, exact mode for many.
 
-Both offer a dispatch and a combine in two halves, and deliver rows in vLLM's standard format, for
-experts that drop what `expert_map` drops.
+Both offer a dispatch and a combine in two halves, and deliver a list of rows with their experts,
+for experts that drop those of other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import NOT_ROUTED, Engine, RoutePlan
-from megatron_ncclep.engines.low_latency import LowLatency
+from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, Tokens
+from megatron_ncclep.errors import InputError
+from megatron_ncclep.integration.releases import Program
 from megatron_ncclep.ops.packed_rows import pack_rows, unpack_rows
+from megatron_ncclep.ranks.group import EpGroup
+
+# The numbers of tokens that low-latency objects are made for: experts get as many rows from each
+# rank, so a small batch takes the smallest object in which it fits.
+MOST_TOKENS = (8, 32, 128, 512)
 
 
 @dataclass(frozen=True)
@@ -134,3 +143,81 @@ class ManyTokens:
         out, _ = self._engine.combine(self._plan, rows)
         self._plan = None
         return lambda: out
+
+
+class Modes:
+    """The objects of both modes for one layer.
+
+    A batch is in low-latency mode if no rank has more than `MOST_TOKENS[-1]` tokens, otherwise in
+    exact mode.  Servers' ranks know each other's numbers of tokens, so all choose the same.  No
+    host waits in low-latency mode, so CUDA graphs can hold it; they cannot hold exact mode.
+
+    Layers of the same sizes share their objects, because they take turns.
+    """
+
+    def __init__(
+        self,
+        group: EpGroup,
+        program: Program,
+        num_experts: int,
+        num_local_experts: int,
+        **sizes: Any,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group: the layer's ranks.
+            program: the server.
+            num_experts: of the whole group.
+            num_local_experts: of this rank.
+            sizes: further ones of `create_low_latency`.
+
+        Raises:
+            InputError: the ranks have different numbers of experts; on all ranks, for sizes that
+                low-latency mode does not support.
+            EngineUnavailableError: for example, the GPUs are not in one NVLink domain.
+        """
+        if num_experts != num_local_experts * group.size:
+            raise InputError(
+                f"{num_experts} experts, {num_local_experts} on this rank of {group.size}: "
+                "every rank must have equally many, in order"
+            )
+        self._program = program
+        name = f"{program.name} {num_experts}"
+        engine = group.resources.share(name, lambda: _make_engine(group, program, num_experts))
+        self._few: dict[int, FewTokens] = {}
+        for most in MOST_TOKENS:
+
+            def make(most: int = most) -> LowLatency:
+                return create_low_latency(engine, max_tokens=most, **sizes)
+
+            calls = group.resources.share(f"{name} {most} {sizes}", make)
+            self._few[most] = FewTokens(calls, num_experts)
+        self._many = ManyTokens(engine)
+
+    def of(self, num_tokens: int, option: str) -> Mode:
+        """The mode of a batch in which no rank has more tokens; the same on all ranks.
+
+        Raises:
+            InputError: a CUDA graph is being captured, and cannot hold so many; `option` limits it.
+        """
+        for most, few in self._few.items():
+            if num_tokens <= most:
+                return few
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                f"a CUDA graph of {num_tokens} tokens: {self._program.feature} can be captured "
+                f"up to {MOST_TOKENS[-1]}: set {option}"
+            )
+        return self._many
+
+
+def _make_engine(group: EpGroup, program: Program, num_experts: int) -> Engine:
+    name = "native" if group.device.type == "cuda" else "reference"
+    config = EpConfig.resolve(engine=name)
+    if config.max_recv_rows is not None:
+        raise InputError(
+            f"max_recv_rows {config.max_recv_rows!r} (NCCLEP_MAX_RECV_ROWS): {program.name} with "
+            f"{program.feature} drops no rows; leave it out"
+        )
+    return create_engine(group.torch.process_group, num_experts, config)
