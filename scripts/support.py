@@ -192,8 +192,8 @@ def collect() -> Collector:
     for folder, *rest in (["integration"], ["gpu", "--backend=nccl", "--ranks=4"]):
         engines = [f"--engine={name}" for name in ENGINES if name != "reference"] if rest else []
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            options = ["--collect-only", "-qq", "-p", "no:cacheprovider", *rest, *engines]
-            status = pytest.main([str(TESTS / folder), *options], plugins=[collector])
+            options = ["--collect-only", "--assert=plain", "-qq", "-p", "no:cacheprovider", *rest]
+            status = pytest.main([str(TESTS / folder), *options, *engines], plugins=[collector])
         if status != pytest.ExitCode.OK:
             raise RuntimeError(output.getvalue()[-4000:])
     return collector

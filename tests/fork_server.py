@@ -11,6 +11,7 @@ with its processes, and with their exit codes when all have ended.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -177,6 +178,7 @@ def become(rank: int, output: str, environment: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     named(sys.argv[1])()
+    gc.freeze()  # a fork that searched what imports have made would take a second longer to end
     job = serve()
     if job is not None:
         sys.exit(named(job["function"])(*job["arguments"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer")
@@ -17,8 +16,6 @@ def import_megatron() -> None:
     """Import Megatron-Core as it comes."""
     for name in MEGATRON:
         importlib.import_module(name)
-    # No model yet.  To search what imports have made would take longer than most cases do.
-    gc.freeze()
 
 
 def import_megatron_on_cpu() -> None:

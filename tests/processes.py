@@ -6,8 +6,12 @@ destructors and all, as under torchrun, but the others are not ended when one ha
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 from rank_pool import pretend_host
 from timeouts import patient
@@ -45,6 +49,12 @@ class Store:
         """Torchrun's variables, except for a rank's own."""
         made = variables(0, num_ranks, self._store.port)
         return {name: made[name] for name in made if "RANK" not in name}
+
+
+def forked_ranks() -> AbstractContextManager[Any]:
+    """Within it, the ranks that a command starts are forks of this process, with its imports."""
+    forks = multiprocessing.get_context("fork")
+    return mock.patch.object(multiprocessing, "get_context", return_value=forks)
 
 
 def join(backend: str) -> RankContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -190,6 +191,7 @@ def _fork_ranks(
         for pipe in pipes:
             pipe.send_bytes(_packed((False, traceback.format_exc())))
         return
+    gc.freeze()  # to search what imports have made would take longer than most jobs do
     ranks: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:

@@ -85,10 +85,13 @@ class Trainer:
 
     Two ranks of their own, torchrun and the command that starts it take 20 seconds of a core to
     import what they need: more than most jobs here.
+
+    Attributes:
+        server: the process that has imported it.
     """
 
     def __init__(self) -> None:
-        self._server = ForkServer("small_job:prepare")
+        self.server = ForkServer("small_job:prepare")
 
     def train(
         self,
@@ -108,13 +111,13 @@ class Trainer:
             environment: more variables.
         """
         command = list(map(str, (*arguments, "--ranks", ranks)))
-        ended = self._server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S, **environment)
+        ended = self.server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S, **environment)
         assert [rank.exit_code for rank in ended] == [status] * ranks, ended
         return "".join(rank.output for rank in ended)
 
     def close(self) -> None:
         """End the process that forks."""
-        self._server.close()
+        self.server.close()
 
 
 def prepare() -> None:

@@ -200,6 +200,8 @@ accepted = str(transformer_config.TransformerConfig.__dataclass_fields__[
     "moe_token_dispatcher_type"].type)
 spec = importlib.util.find_spec("megatron_ncclep")
 from megatron_ncclep.cli import config_files, main
+from megatron_ncclep.doctor import choice
+choice.CPU_RANKS = 1  # each one imports Megatron-Core
 print("ncclep" in accepted, os.path.dirname(spec.origin), config_files.folder())
 sys.exit(main(["doctor", "--json"]))
 """

@@ -1,18 +1,18 @@
-"""`ncclep bench`, or `python -m benchmarks`, with engines that go wrong, for test_bench.py.
-
-The processes that it starts import this file too, and so have the same engines.
-"""
+"""`ncclep bench` and `python -m benchmarks`, with engines that go wrong, for test_bench.py."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import sys
+import importlib
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from processes import forked_ranks
 
-from megatron_ncclep import cli
 from megatron_ncclep.engines import ENGINES
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 
@@ -70,11 +70,23 @@ def register() -> None:
         ENGINES[engine.__name__.lower()] = entry
 
 
-if __name__ in ("__main__", "__mp_main__"):  # not where a test reads the numbers above
-    register()
-if __name__ == "__main__":
-    if sys.argv[1] == "bench":
-        sys.exit(cli.main(sys.argv[1:]))
-    from benchmarks.__main__ import main  # its names are made of the engines that there are
+def be_rank(stdout: str, *arguments: str) -> int:
+    """Be a rank of `ncclep bench` that torchrun has started; standard output goes to a file."""
+    from megatron_ncclep.cli import main
 
-    sys.exit(main(sys.argv[1:]))
+    with Path(stdout).open("a") as file, contextlib.redirect_stdout(file):
+        return main(["bench", *arguments])
+
+
+def be_command(stdout: str, module: str, *arguments: str) -> int:
+    """Be the command of `module`, with the engines above; standard output goes to a file.
+
+    To import what they need would take the ranks that it starts seconds.
+    """
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    register()
+    main = importlib.import_module(module).main  # its names are made of the engines that there are
+    with forked_ranks(), Path(stdout).open("a") as file, contextlib.redirect_stdout(file):
+        status: int = main(list(arguments))
+        return status

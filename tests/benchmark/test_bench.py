@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import yaml
 from broken_bench import HANGS, RAISES, WRONG
 from sample_result import sample_result
+from small_job import TIMEOUT_S, Trainer
 from timeouts import patient
 
 from benchmarks.catalogue import LAUNCHED, is_train
@@ -21,19 +19,12 @@ from benchmarks.shapes import load
 from benchmarks.table import render
 from megatron_ncclep.benchmark import PAIR, STEPS, WHOLE, table
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
-    "PYTHONPATH": str(ROOT),
-}
-
 
 @dataclass(frozen=True)
 class Done:
     """A finished run."""
 
-    status: int
+    status: int | None
     stdout: str
     stderr: str
     out: Path
@@ -44,12 +35,20 @@ class Done:
         return found
 
 
-def run(out: Path, program: list[str], *arguments: str, **environment: str) -> Done:
-    done = subprocess.run(
-        [sys.executable, *program, *arguments, "--out", str(out)],
-        cwd=ROOT, env={**ENVIRONMENT, **environment}, text=True, capture_output=True, timeout=240,
+def run(
+    trainer: Trainer, out: Path, entry: str, *arguments: str, ranks: int = 1, **environment: str
+) -> Done:
+    """Run a function of broken_bench.py, in forks of a process that has imported Megatron-Core."""
+    out.mkdir(exist_ok=True)
+    stdout = out / "stdout"
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    ended = trainer.server.run(
+        f"broken_bench:{entry}", [str(stdout), *arguments, "--out", str(out)], ranks, TIMEOUT_S,
+        **environment,
     )  # fmt: skip
-    return Done(done.returncode, done.stdout, done.stderr, out)
+    (status,) = {rank.exit_code for rank in ended}
+    stderr = "".join(rank.output for rank in ended)
+    return Done(status, stdout.read_text(), stderr, out)
 
 
 # --- the smoke run -------------------------------------------------------------------------------
@@ -61,10 +60,10 @@ WRONG_TRAININGS = ["ncclep:native", "ncclep:wrong", "ncclep:reference:static"]
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def smoke(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Done:
     subjects = ",".join([*SUBJECTS, *(f"train:{name}" for name in WRONG_TRAININGS)])
     return run(
-        tmp_path_factory.mktemp("smoke"), [str(FOLDER / "broken_bench.py")], "--smoke",
+        trainer, tmp_path_factory.mktemp("smoke"), "be_command", "benchmarks.__main__", "--smoke",
         # 128 tokens of a rank in a micro-batch choose 4 experts each.
         "--subjects", subjects, "--max-recv-rows", "448",
         NCCLEP_LOCAL_RANKS="1",  # two ranks that count as two machines, for the engine that asks
@@ -151,13 +150,11 @@ def test_training_steps_of_the_smoke_run(smoke: Done) -> None:
     assert "train:ncclep:wrong wrong: rank " in smoke.stderr
 
 
-def test_low_latency_mode_under_torchrun(tmp_path: Path) -> None:
+def test_low_latency_mode_under_torchrun(trainer: Trainer, tmp_path: Path) -> None:
     """Only torchrun's first rank prints and writes; an engine that cannot run here and was not
     asked for is no failure.
     """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [*torchrun, "-m", "megatron_ncclep", "bench"]
-    done = run(tmp_path, program, "--mode", "ll", "--smoke")
+    done = run(trainer, tmp_path, "be_rank", "--mode", "ll", "--smoke", ranks=2)
     assert done.status == 0, done.stdout + done.stderr
     assert done.stdout.count("ncclep bench low_latency_smoke: 2 ranks") == 1
     result = done.result
@@ -181,7 +178,7 @@ def test_low_latency_mode_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def broken(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Engines of broken_bench.py and the reference, in shapes that decide what goes wrong."""
     folder = tmp_path_factory.mktemp("broken")
     shape = {"tokens": 12, "hidden": 16, "top_k": 2, "dtype": "float32"}
@@ -189,7 +186,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Done:
     shapes = [{"name": f"experts-{n}", "experts": n, **shape} for n in (WRONG, RAISES, 16, HANGS)]
     config.write_text(yaml.safe_dump({"shapes": shapes, "timeout_s": patient(2)}))
     return run(
-        folder / "out", [str(FOLDER / "broken_bench.py")], "bench",
+        trainer, folder / "out", "be_command", "megatron_ncclep.cli", "bench",
         "--config", str(config), "--device", "cpu", "--ranks", "2", "--samples", "1",
         "--subjects", "wrong,wronglater,nccl_ep,failing,reference",
     )  # fmt: skip

@@ -25,6 +25,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
+from imports import import_megatron_on_cpu  # noqa: E402
 from rank_pool import RankContext, RankError, RankPool  # noqa: E402
 
 from benchmarks.catalogue import known_variant  # noqa: E402
@@ -32,7 +33,6 @@ from benchmarks.layer_model import initialize  # noqa: E402
 from benchmarks.shapes import TrainingShape  # noqa: E402
 from benchmarks.training import curve_problem  # noqa: E402
 from benchmarks.training_model import SubjectModel, load_text  # noqa: E402
-from megatron_ncclep import cpu  # noqa: E402
 from megatron_ncclep.benchmark.ranks import Ranks  # noqa: E402
 from megatron_ncclep.logs import remarks_hidden  # noqa: E402
 from megatron_ncclep.ranks import topology  # noqa: E402
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--steps {args.steps}: must be a multiple of 10")
     if ranks > torch.cuda.device_count():
         os.environ[topology.ENABLE] = "1"
-    pool = RankPool(2, prepare=cpu.enable) if args.small else RankPool(ranks, "nccl")
+    pool = RankPool(2, prepare=import_megatron_on_cpu) if args.small else RankPool(ranks, "nccl")
     arms = SMALL if args.small else GPU if ranks > 1 else GPU[:-1]
     with closing(pool):
         trained = run(arms, pool, None if args.small else args.steps, args.seconds, args.out)

@@ -6,21 +6,24 @@ two nodes share no memory, and gloo goes over the cable.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import hashlib
 import os
 import re
 import shutil
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import ForkServer
+from processes import Ended
 from timeouts import patient
 
 from megatron_ncclep.config import EpConfig
@@ -31,10 +34,25 @@ PORT, NUM_RANKS = 29500, 4
 LONG_S, DEADLINE_S = patient(60.0), 6.0
 # For all ranks to start on a busy machine, and far above the deadline: for them to end.
 START_S, SOON_S = patient(180.0), 6 * DEADLINE_S
+# Of Linux: namespaces of the network and of a host's name.
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
-def be_a_rank() -> None:
-    """Make step after step, until the network is cut."""
+def move_to(machine: str) -> None:
+    """Have this process be on a node, `machine`, whose network is made already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", machine).open() as network:
+        if libc.setns(network.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"cannot move to {machine}")
+    socket.sethostname(machine)
+
+
+def be_a_rank(machines: list[str], folder: str) -> None:
+    """Make step after step, until the network is cut; what rank R says is in `folder`/R."""
+    with Path(folder, os.environ["RANK"]).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    move_to(machines[int(os.environ["RANK"]) * len(machines) // NUM_RANKS])
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first, second = (
@@ -115,44 +133,41 @@ def machines() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def ranks(machines: list[str], tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Four ranks, two on each node; what rank R says is in tmp_path/R."""
-    started = []
-    with contextlib.ExitStack() as files:
-        for rank in range(NUM_RANKS):
-            machine = rank // 2
-            program = f"{sys.executable} -c 'import test_networks; test_networks.be_a_rank()'"
-            shell = ["sh", "-c", f"hostname machine-{machine} && exec {program}"]
-            variables = {
-                "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "10.0.0.1",
-                "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # this folder is in it
-            }  # fmt: skip
-            started.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", machines[machine], "unshare", "--uts", *shell],
-                    env={**os.environ, **variables},
-                    stdout=files.enter_context((tmp_path / str(rank)).open("wb")),
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        yield started
-        for process in started:
-            process.kill()
-            process.wait()
+def ranks(machines: list[str], server: ForkServer, tmp_path: Path) -> Iterator[Future[list[Ended]]]:
+    """How four ranks end, two on each node; what rank R says is in tmp_path/R."""
+    variables = {
+        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "net0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }  # fmt: skip
+    job = [machines, str(tmp_path)]
+    with ThreadPoolExecutor() as thread:
+        yield thread.submit(
+            server.run, "test_networks:be_a_rank", job, NUM_RANKS, 3 * START_S, **variables
+        )
+        cut(machines)  # what is left ends
 
 
-def wait_for_steps(folder: Path, ranks: list[subprocess.Popen[bytes]], wanted: int) -> None:
+def cut(machines: list[str]) -> None:
+    """Cut the cable, if it is not."""
+    run("ip", "-n", machines[0], "link", "set", "net0", "down")
+
+
+def wait_for_steps(folder: Path, ranks: Future[list[Ended]], wanted: int) -> None:
     """Wait until every rank has made so many steps."""
     give_up = time.monotonic() + START_S
     while True:
-        said = [(folder / str(rank)).read_text() for rank in range(len(ranks))]
+        said = texts_of(folder)
         if all(f"step {wanted}:" in text for text in said):
             return
-        ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
-        assert not ended, f"ranks {ended} have ended\n{story(said)}"
+        assert not ranks.done(), f"{ranks.result()}\n{story(said)}"
         assert time.monotonic() < give_up, story(said)
         time.sleep(0.1)
+
+
+def texts_of(folder: Path) -> list[str]:
+    """What each rank has said so far."""
+    paths = [folder / str(rank) for rank in range(NUM_RANKS)]
+    return [path.read_text() if path.exists() else "" for path in paths]
 
 
 def story(said: list[str]) -> str:
@@ -165,21 +180,20 @@ def steps_of(text: str) -> list[str]:
 
 
 def test_a_slow_cable_changes_no_bit_and_a_cut_one_ends_every_rank(
-    machines: list[str], ranks: list[subprocess.Popen[bytes]], tmp_path: Path
+    machines: list[str], ranks: Future[list[Ended]], tmp_path: Path
 ) -> None:
     wait_for_steps(tmp_path, ranks, 3)
     slow = ["root", "tbf", "rate", "4mbit", "burst", "16kb", "latency", "1s"]
     run("ip", "netns", "exec", machines[0], "tc", "qdisc", "add", "dev", "net0", *slow)
-    done = max(len(steps_of((tmp_path / str(rank)).read_text())) for rank in range(4))
+    done = max(len(steps_of(text)) for text in texts_of(tmp_path))
     wait_for_steps(tmp_path, ranks, done + 5)
 
-    run("ip", "-n", machines[0], "link", "set", "net0", "down")
-    for process in ranks:
-        process.wait(START_S)
-    said = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    cut(machines)
+    ended = ranks.result(START_S)
+    said = texts_of(tmp_path)
     assert "hierarchical: 2 x 2 (nodes x ranks)" in said[0]
     for rank, text in enumerate(said):
-        assert ranks[rank].returncode == 1, story(said)
+        assert ended[rank].exit_code == 1, story(said)
         assert len(set(steps_of(text))) == 1, story(said)
         took = re.search(r"over after ([\d.]+) s", text)
         assert took, story(said)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fixtures import closed
 from fork_server import ForkServer
+from processes import forked_ranks
 from rank_pool import RankContext, RankError, RankPool
 from timeouts import patient
 
@@ -54,7 +55,7 @@ def be_doctor(code: str, output: str, *arguments: str) -> int:
         del os.environ[name]
     choice.use_cpu = do_nothing  # ranks that import Megatron-Core too would take seconds longer
     exec(code)
-    with Path(output).open("w") as file, contextlib.redirect_stdout(file):
+    with forked_ranks(), Path(output).open("w") as file, contextlib.redirect_stdout(file):
         return main(["doctor", *arguments])
 
 
@@ -134,7 +135,6 @@ def test_what_is_wrong_is_a_problem_and_the_rest_is_examined(
 def test_without_megatron_it_says_how_to_get_it(findings: Callable[..., Report]) -> None:
     """A look-up that knows of no `megatron` stands for a bare environment."""
     code = (
-        "choice.CPU_RANKS = 1\n"  # each one takes seconds to start
         "import importlib.util as util; real = util.find_spec\n"
         "util.find_spec = lambda name, real=real: "
         "None if name.partition('.')[0] == 'megatron' else real(name)"
@@ -241,6 +241,7 @@ def test_a_cpus_process_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     made its own without what `ncclep train` replaces in torch.
     """
     monkeypatch.setattr(choice, "use_cpu", break_gloo)
+    monkeypatch.setattr(choice, "CPU_RANKS", 1)  # each one takes seconds to start
     (finding,) = examine("Engines")
     assert finding.subject == "engines for 1 ranks"
     problem = str(finding.problem)

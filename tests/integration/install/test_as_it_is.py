@@ -7,11 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fork_server import ForkServer
+from forked_python import run_forked
 from test_install import run_python
 
 from megatron_ncclep.errors import IntegrationError
@@ -49,7 +50,7 @@ IN_USE = {
 
 
 @pytest.mark.each_release
-def test_other_dispatchers_find_megatron_as_it_is() -> None:
+def test_other_dispatchers_find_megatron_as_it_is(python: ForkServer) -> None:
     """Everyone who had installed this package trained with 19 changed modules of Megatron's,
     whatever their dispatcher.
 
@@ -58,17 +59,16 @@ def test_other_dispatchers_find_megatron_as_it_is() -> None:
 
     def contents(dispatcher: str, is_loaded: bool) -> dict[str, str]:
         switch = str(int(is_loaded))
-        out = run_python(str(PROGRAM), dispatcher, *hooks.PLACES, NCCLEP_AUTOLOAD=switch)
+        words = [dispatcher, *hooks.PLACES]
+        out = run_forked(python, str(PROGRAM), *words, NCCLEP_AUTOLOAD=switch)
         found: dict[str, str] = json.loads(out.splitlines()[-1])
         return found
 
     def differences(other: dict[str, str]) -> set[str]:
         return {name for name in {*without, *other} if without.get(name) != other.get(name)}
 
-    with ThreadPoolExecutor() as pool:
-        without, idle, used = pool.map(
-            contents, ("alltoall", "alltoall", "ncclep"), (False, True, True)
-        )
+    without, idle = contents("alltoall", False), contents("alltoall", True)
+    used = contents("ncclep", True)
     found = differences(idle)
     fields = {name for name in found if ", field " in name}
     assert found - fields == {name for name in ALLOWED if name in idle}
@@ -95,14 +95,17 @@ def empty_modules(folder: Path, *names: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["default", "error", "blocked"])
-def test_whatever_fails_megatrons_import_goes_on(tmp_path: Path, case: str) -> None:
+def test_whatever_fails_megatrons_import_goes_on(
+    python: ForkServer, tmp_path: Path, case: str
+) -> None:
     """An AttributeError about a class that a Megatron did not have ended the import of scripts that
     used other dispatchers.
 
     Here nothing is as expected, also where warnings are errors, or our own modules are broken.
     """
     places = [*hooks.EARLY.table, *hooks.LATE.table]
-    out = run_python(
+    out = run_forked(
+        python,
         """
         import importlib, sys, warnings
         import torch
@@ -217,7 +220,7 @@ def test_a_function_is_replaced_where_it_has_been_imported(
         replaces("work", ["rows"])(lambda original: original)(other)
 
 
-def test_what_counts_as_use() -> None:
+def test_what_counts_as_use(python: ForkServer) -> None:
     """A type in a copy, as an unpickled config has it: no constructor has run in that process.  And
     the variable with which Megatron's DDP refuses other dispatchers.
     """
@@ -238,11 +241,11 @@ def test_what_counts_as_use() -> None:
         vars(locked)["hidden_size"] = 8
         print(copy.copy(locked).hidden_size)
         """
-    assert "False\nTrue ncclep\n8" in run_python(code)
-    assert "True\nTrue" in run_python(code, NCCLEP_GRADIENT_AVERAGING="a2sgd")
+    assert "False\nTrue ncclep\n8" in run_forked(python, code)
+    assert "True\nTrue" in run_forked(python, code, NCCLEP_GRADIENT_AVERAGING="a2sgd")
 
 
-def test_a_type_in_whose_place_ours_is_wanted_counts_as_use() -> None:
+def test_a_type_in_whose_place_ours_is_wanted_counts_as_use(python: ForkServer) -> None:
     """In a framework's worker nothing of ours runs but what `import torch` loads."""
     code = """
         import torch
@@ -254,4 +257,4 @@ def test_a_type_in_whose_place_ours_is_wanted_counts_as_use() -> None:
             )
             print(made.moe_token_dispatcher_type)
         """
-    assert run_python(code, NCCLEP_IN_PLACE_OF="alltoall").endswith("ncclep\nalltoall\n")
+    assert run_forked(python, code, NCCLEP_IN_PLACE_OF="alltoall").endswith("ncclep\nalltoall\n")

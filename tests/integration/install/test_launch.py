@@ -10,12 +10,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
 from megatron_versions import INSTALLED
+from small_job import Trainer
 from timeouts import patient
 
 from megatron_ncclep import cli
@@ -88,7 +88,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.each_release
 @pytest.mark.since("0.17")  # whose wheel has megatron.training
 def test_pretrain_script_trains_like_alltoall(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, python: ForkServer, trainer: Trainer, request: pytest.FixtureRequest
 ) -> None:
     """With tensor parallelism, for which Megatron's validate_args asks for the GPU's properties:
     its scripts ended in "Found no NVIDIA driver".
@@ -102,7 +102,7 @@ def test_pretrain_script_trains_like_alltoall(
     # A toolkit; without a GPU torch remarks on it.
     toolkit = {"CUDA_HOME": str(tmp_path)}
 
-    def losses(dispatcher: str, *arguments: str) -> tuple[list[float], str]:
+    def losses(server: ForkServer, dispatcher: str, *arguments: str) -> tuple[list[float], str]:
         command = [str(tmp_path), "pretrain_gpt.py", *PRETRAIN_ARGUMENTS, *experts]
         command += ["--moe-token-dispatcher-type", dispatcher, *arguments]
         ended = server.run("test_launch:be_rank", command, 2, TIMEOUT_S, **toolkit)
@@ -111,10 +111,9 @@ def test_pretrain_script_trains_like_alltoall(
         assert f"trained with {dispatcher}" in output
         return [float(loss) for loss in re.findall(r"\| lm loss: (\S+)", output)], output
 
-    # Forks have imported torch, and nothing of Megatron.
-    with closing(ForkServer("test_launch", NCCLEP_AUTOLOAD="0")) as server:
-        ours, output = losses("ncclep", "--ncclep-engine", "reference")
-        theirs = losses("alltoall")[0] if is_installed else ours
+    # Forks have imported torch, and nothing of Megatron; those that they are compared with, all.
+    ours, output = losses(python, "ncclep", "--ncclep-engine", "reference")
+    theirs = losses(trainer.server, "alltoall")[0] if is_installed else ours
     assert "No CUDA runtime is found" not in output
     assert "engine 'reference' for 2 ranks" in output, "another dispatcher has run"
     assert len(ours) == 10
