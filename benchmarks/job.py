@@ -29,6 +29,7 @@ from benchmarks.liger_cute import LigerCuteSubject
 from benchmarks.result import TrainingResult
 from benchmarks.shapes import TrainingShape
 from benchmarks.training import TrainingRun
+from megatron_ncclep import envs
 from megatron_ncclep.benchmark import HIGH_THROUGHPUT, LOW_LATENCY, Setting, Subject, job
 from megatron_ncclep.benchmark.engines import EngineSubject
 from megatron_ncclep.benchmark.low_latency import LowLatencySubject
@@ -136,6 +137,9 @@ class Job(job.Job):
         if self.trained and not self.trainings:
             wrong = f"{self.trained[0]} trains, and {self.config} has no trainings"
             raise InputError(f"{wrong}: give --config training")
+        replaced = envs.get("NCCLEP_IN_PLACE_OF")
+        if replaced and self._needs_megatron:
+            raise InputError(f"NCCLEP_IN_PLACE_OF={replaced} changes what is measured: unset it")
         if self.trace and (not self.trained or self.device != "cuda"):
             raise InputError("--trace is for trainings on GPUs: leave it out, or name one")
         super().check()
@@ -148,14 +152,17 @@ class Job(job.Job):
                 if reason:
                     raise InputError(f"{name}: {reason}")
 
+    @property
+    def _needs_megatron(self) -> bool:
+        return not {"engine", "library", "deepep"}.issuperset(map(kind_of, self.subjects))
+
     def batches(self) -> list[list[Any]]:
         """See the base class: no earlier model stays in memory."""
         return [list(self.shapes), *([training] for training in self.trainings)]
 
     def prepare(self) -> None:
         """See the base class."""
-        needs_megatron = not {"engine", "library", "deepep"}.issuperset(map(kind_of, self.subjects))
-        if self.device == "cpu" and needs_megatron:
+        if self.device == "cpu" and self._needs_megatron:
             import_on_cpu()
 
     def make_subject(self, name: str, setting: Setting, workload: Workload) -> Subject:

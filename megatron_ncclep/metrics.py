@@ -168,7 +168,7 @@ class Metrics(Resource):
             PeerError: a rank did not come in time.
         """
         if self._layers:
-            here = torch.tensor([owner() is not None for owner, _ in self._layers])
+            here = [owner() is not None for owner, _ in self._layers]
             what = "open, exchanging the list of layers"
             everywhere = self._group.hosts.gather(here, what, self._timeout_s).all(dim=0).tolist()
             self._layers = [
@@ -214,7 +214,7 @@ class Metrics(Resource):
         dist.all_gather(
             into, mine, group=group.torch.process_group
         )  # the stream waits, not the host
-        on_host = torch.empty(all_ranks.shape, dtype=torch.int64, pin_memory=True)
+        on_host = torch.empty_like(all_ranks, device="cpu", pin_memory=True)
         on_host.copy_(all_ranks, non_blocking=True)
         done = torch.cuda.Event()
         done.record()

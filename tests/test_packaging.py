@@ -227,6 +227,19 @@ def test_engines_know_nothing_of_autograd(path: Path):
 
 
 @pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.parent.name != "benchmark"], ids=dotted_name
+)
+def test_tensors_say_where_they_are(path: Path):
+    """Those for the host were on a GPU, or had no memory, where a user had set a default device."""
+    makers = {"tensor", "zeros", "ones", "empty", "full", "arange", "as_tensor"}
+    for call in ast.walk(ast.parse(path.read_text())):
+        match call:
+            case ast.Call(ast.Attribute(ast.Name("torch"), made), _, keywords) if made in makers:
+                named = {keyword.arg for keyword in keywords}
+                assert "device" in named, f"{path}:{call.lineno}: torch.{made} without a device"
+
+
+@pytest.mark.parametrize(
     "path",
     [*(path for path in MODULES if path != PACKAGE / "envs.py"), *BENCHMARKS],
     ids=dotted_name,

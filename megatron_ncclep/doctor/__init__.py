@@ -17,7 +17,7 @@ from megatron_ncclep.doctor.gpus import torch_and_gpus
 from megatron_ncclep.doctor.libraries import extension, nccl, nccl_ep
 from megatron_ncclep.doctor.packages import megatron_core, package
 from megatron_ncclep.doctor.report import Finding, render
-from megatron_ncclep.errors import EpError
+from megatron_ncclep.errors import EpError, InputError
 
 # In order of importance.
 SECTIONS: dict[str, Callable[..., Iterator[Finding]]] = {
@@ -48,7 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings and return the exit status.  Run it in one process per machine."""
+    """Print the findings and return the exit status.  Run it in one process per machine.
+
+    Raises:
+        InputError: a number of ranks that is none.
+    """
+    if args.ranks is not None and args.ranks < 1:
+        raise InputError(f"--ranks {args.ranks}: must be at least 1")
     report = []
     num_problems = 0
     for title in SECTIONS:

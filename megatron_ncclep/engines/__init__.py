@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_ncclep import envs
@@ -75,6 +76,8 @@ ENGINES: dict[str, EngineEntry] = {
 }
 
 
+# What an engine keeps may be written to later, outside of a user's inference mode.
+@torch.inference_mode(False)
 def create_engine(
     process_group: dist.ProcessGroup,
     num_experts: int,

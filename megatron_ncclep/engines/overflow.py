@@ -332,7 +332,7 @@ class DropWarning(Resource):
             counts = torch.stack(counters)
             if not counts.is_cuda:
                 return counts
-            self._on_host = torch.empty(len(counts), dtype=torch.int64, pin_memory=True)
+            self._on_host = torch.empty_like(counts, device="cpu", pin_memory=True)
             self._on_host.copy_(counts, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()

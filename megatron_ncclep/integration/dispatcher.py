@@ -284,7 +284,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         sizes: list[int] = plan.tokens_per_expert_on_host().tolist()
         rows, probs = reversed_blocks(rows, sizes), reversed_blocks(probs, sizes)
         self._moved = sizes[::-1]
-        counts = torch.tensor(self._moved)
+        counts = torch.tensor(self._moved, device="cpu")
         counts[-1] += len(rows) - counts.sum()
         return rows, counts, probs
 
@@ -312,7 +312,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             return int(self.config.num_moe_experts)
         mine = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
         all_ranks = self._ranks.hosts.gather(
-            torch.tensor([mine]),
+            [mine],
             "plan, exchanging how many experts a token has with capacity padding",
             self._ranks.deadline_s(self.engine.config),
         )

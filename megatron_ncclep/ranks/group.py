@@ -213,8 +213,8 @@ class EpGroup(Uncopied):
     def ranks_per_node(self, timeout_s: float) -> list[int]:
         """The number of the group's ranks on each node.  Collective on the first call."""
         if self._ranks_per_node is None:
-            mine = torch.tensor([_number_of(topology.host_name())])
-            hosts = self.hosts.gather(mine, "open, exchanging the names of nodes", timeout_s)
+            mine, what = _number_of(topology.host_name()), "open, exchanging the names of nodes"
+            hosts = self.hosts.gather([mine], what, timeout_s)
             self._ranks_per_node = list(Counter(hosts.flatten().tolist()).values())
         return self._ranks_per_node
 
@@ -228,7 +228,7 @@ class EpGroup(Uncopied):
                 self._ranks_per_gpu = 1
                 return 1
             gpu = _number_of(str(torch.cuda.get_device_properties(self.device).uuid))
-            mine = torch.tensor([gpu, topology.most_ranks_per_gpu()])
+            mine = [gpu, topology.most_ranks_per_gpu()]
             what = "open, exchanging which GPUs the ranks have"
             theirs = self.hosts.gather(mine, what, timeout_s)
             inside = max(Counter(theirs[:, 0].tolist()).values())

@@ -12,7 +12,7 @@ import ast
 import hashlib
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -286,11 +286,14 @@ class Hosts:
             for start in range(0, len(theirs), most_bytes)
         ]
 
-    def gather(self, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        """Gather a 1-D tensor of one length, not 0, from every rank: [size, length] on the CPU.
+    def gather(
+        self, mine: torch.Tensor | Sequence[int], what: str, timeout_s: float
+    ) -> torch.Tensor:
+        """Gather a 1-D tensor, or numbers, of one length, not 0: [ranks, length] on the CPU.
 
         Collective; raises the same errors as `exchange`.
         """
+        mine = torch.as_tensor(mine, device="cpu")
         theirs = bytearray(self.exchange(bytes_of(mine), what, timeout_s))
         return torch.frombuffer(theirs, dtype=mine.dtype).view(self.size, -1)
 
@@ -330,7 +333,7 @@ class Hosts:
         if problems := self.gather_problems(problem, what, timeout_s):
             kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
             mine = -1 if failure is None else (kinds or [0])[0]
-            all_kinds = self.gather(torch.tensor([mine]), what, timeout_s).flatten().tolist()
+            all_kinds = self.gather([mine], what, timeout_s).flatten().tolist()
             raised = STEP_ERRORS[min(kind for kind in all_kinds if kind >= 0)]
             # An error of this package is complete, and as a cause would only be printed twice.
             cause = None if isinstance(failure, EpError) else failure

@@ -169,10 +169,10 @@ def find_nodes(group: EpGroup, timeout_s: float) -> Nodes | str:
     name, can_ask_nccl = group.hosts.on_all_ranks(what, lambda: _own_node(group), timeout_s)
     theirs = group.hosts.exchange_padded(name.encode()[:NAME_BYTES], NAME_BYTES, what, timeout_s)
     names = [each.decode(errors="replace") for each in theirs]
-    can_ask = group.hosts.gather(torch.tensor([int(can_ask_nccl)]), what, timeout_s)
+    can_ask = group.hosts.gather([can_ask_nccl], what, timeout_s)
     if bool(can_ask.all()):
         size: int = communicator_of(group, timeout_s).lsa_size
-        sizes = group.hosts.gather(torch.tensor([size]), what, timeout_s).flatten().tolist()
+        sizes = group.hosts.gather([size], what, timeout_s).flatten().tolist()
         # Ranks without NVLink are each their own domain: then their host names tell more.
         if min(sizes) > 1:
             names = [f"NVLink domain {rank // most}" for rank, most in enumerate(sizes)]

@@ -140,6 +140,7 @@ class TorchGroup(Uncopied):
             wait_until_let_go(received)
             return bytes_of(received)
 
+    @torch.inference_mode(False)  # a later exchange may be outside of it
     def _room_for(self, num_bytes: int) -> torch.Tensor:
         """Memory for such a message of each rank and one more, kept for the next exchange: a rank
         that has no memory left must still be able to say so.

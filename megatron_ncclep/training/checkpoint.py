@@ -29,7 +29,8 @@ CHANGEABLE = frozenset({"train-iters", "micro-batch-size", "eval-iters", "eval-i
 
 def _steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in `folder`, in order."""
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return sorted(int(name) for name in names if name.isdecimal())  # not copies of a user's
 
 
 def latest_step(folder: Path) -> int:

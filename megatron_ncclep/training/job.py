@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig, given_options
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, log
@@ -75,6 +76,11 @@ class Job:
             raise InputError(
                 f"{option} has no effect with --dispatcher {self.dispatcher}: leave it out, or "
                 "use --dispatcher ncclep"
+            )
+        if (replaced := envs.get("NCCLEP_IN_PLACE_OF")) in self.dispatchers():
+            raise InputError(
+                f"NCCLEP_IN_PLACE_OF={replaced} puts ncclep in the place of {replaced}, which was "
+                "asked for: unset it"
             )
         if self.compare == self.dispatcher:
             raise InputError(f"--compare {self.compare} is the same as --dispatcher")

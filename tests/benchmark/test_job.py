@@ -221,6 +221,14 @@ def test_an_option_with_a_list_adds_to_the_one_before_it() -> None:
     assert Job.make(args, 2, "cpu").subjects == ("reference", "alltoall", "native@2")
 
 
+def test_a_variable_that_replaces_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it `train:alltoall`, to which all trainings are compared, was `ncclep`."""
+    monkeypatch.setenv("NCCLEP_IN_PLACE_OF", "alltoall")
+    assert make("smoke", subjects="reference").subjects == ("reference",)
+    with pytest.raises(InputError, match="changes what is measured: unset it"):
+        make("smoke", subjects="reference,alltoall")
+
+
 def test_received_rows_of_static_layers_and_trainings() -> None:
     static = ["layer:ncclep:native:grouped:static", "train:ncclep:reference:static"]
     for name in static:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+import torch
 import torch.distributed as dist
 from rank_pool import RankContext
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
@@ -14,7 +15,13 @@ import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.errors import GroupClosedError, InputError, PeerError, RefusedError
+from megatron_ncclep.errors import (
+    GroupClosedError,
+    InputError,
+    PeerError,
+    RefusedError,
+    RowsDroppedError,
+)
 from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = pytest.mark.needs_ranks(2)
@@ -101,6 +108,40 @@ def test_a_failed_group_says_how_to_go_on(ctx: RankContext) -> None:
     megatron_ncclep.close(ctx.group)
     with closing(create_engine(ctx.group, NUM_EXPERTS, config())) as again:
         assert again.plan(topk(ctx)).num_tokens == 3
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_an_engine_of_an_evaluation(ctx: RankContext, shares_memory: bool) -> None:
+    """An evaluation in inference mode after which the limit followed the load made tensors that the
+    next training step could not write to, and so did its first exchange between nodes.
+    """
+    process_group = dist.new_group(list(range(ctx.num_ranks)))
+    options = EpConfig(engine="reference", max_recv_rows=16, on_overflow="raise")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+        with torch.inference_mode():
+            engine = create_engine(process_group, NUM_EXPERTS, options)
+            EpGroup.of(process_group).hosts.gather(torch.zeros(9999), "a long message", 20.0)
+        engine.plan(topk(ctx).repeat(8, 1))
+        with pytest.raises(RowsDroppedError):
+            EpGroup.of(process_group).check()
+    megatron_ncclep.close(process_group)
+    dist.destroy_process_group(process_group)
+
+
+@pytest.mark.cpu_only
+def test_beside_a_default_device(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is made without memory (`with torch.device("meta")`) is filled later, but its
+    engine needs numbers now: it was "Cannot copy out of meta tensor".
+    """
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(ctx.num_ranks // 2))
+    process_group = dist.new_group(list(range(ctx.num_ranks)))
+    with torch.device("meta"):
+        engine = create_engine(process_group, 2 * NUM_EXPERTS, EpConfig(engine="hierarchical"))
+    assert engine.plan(topk(ctx)).num_tokens == len(topk(ctx))
+    megatron_ncclep.close(process_group)
+    dist.destroy_process_group(process_group)
 
 
 @pytest.mark.cpu_only

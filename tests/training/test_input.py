@@ -150,6 +150,16 @@ def test_wrong_arguments(
     assert not Path(out[1], "log.jsonl").exists()
 
 
+def test_a_dispatcher_that_a_variable_replaces(
+    arguments: tuple[str, ...], out: tuple[str, str], capsys, monkeypatch: pytest.MonkeyPatch
+):
+    """A comparison with `alltoall` was one of `ncclep` with itself, under both names."""
+    monkeypatch.setenv("NCCLEP_IN_PLACE_OF", "alltoall")
+    for asked in ("--dispatcher alltoall", "--compare alltoall"):
+        message = refusal(capsys, *arguments, *out, *asked.split())
+        assert "NCCLEP_IN_PLACE_OF=alltoall puts ncclep in the place of alltoall" in message
+
+
 def test_missing_key_is_named(tmp_path: Path):
     model = tmp_path / "model.yaml"
     model.write_text(yaml.safe_dump({k: v for k, v in MODEL.items() if k != "lr"}))

@@ -109,6 +109,17 @@ def test_resume_needs_a_checkpoint(
         assert "--overwrite" in text
 
 
+def test_a_copy_of_a_checkpoint_beside_it(
+    arguments: tuple[str, ...], stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A user's step-000003.bak was a ValueError: its end is no number."""
+    out = copy(stopped, tmp_path)
+    (out / "checkpoint" / f"step-{STOP:06d}.bak").mkdir()
+    again = ("--resume", "--set", "lr=0.001")
+    assert cli.main(["train", *arguments, "--out", str(out), *again]) == 2
+    assert "lr was 0.005" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_named(
     arguments: tuple[str, ...], stopped: Path, trainer: Trainer, tmp_path: Path, capsys
 ):

@@ -127,7 +127,7 @@ class NativeEngine(EngineBase[NativePlan]):
         num_tokens, top_k = topk_idx.shape
         rows_on_host = None
         if capacity.limit is None:
-            rows_on_host = torch.empty(self.num_local_experts, dtype=torch.int64)
+            rows_on_host = torch.empty(self.num_local_experts, dtype=torch.int64, device="cpu")
         plan = NativePlan(
             plan_id=call.number,
             num_tokens=num_tokens,

@@ -266,7 +266,7 @@ class NativeGroup(Resource):
         is_captured = torch.cuda.is_current_stream_capturing()
         if not is_captured:
             torch.cuda.synchronize(self.group.device)  # reports may still be in flight
-        mine = torch.zeros(self.group.size, dtype=torch.int64)
+        mine = torch.zeros(self.group.size, dtype=torch.int64, device="cpu")
         mine[self.native.bad_ranks(forget=False)] = 1
         what = "plan, exchanging whose routing was bad"
         bad = self.group.hosts.gather(mine, what, timeout_s).sum(dim=0).nonzero().flatten().tolist()

@@ -112,8 +112,7 @@ def _unequal(group: EpGroup, timeout_s: float) -> str | None:
 
     Kernels of different libraries or modes would deadlock.
     """
-    mine = torch.tensor(_identity())
-    every = group.hosts.gather(mine, "open, comparing libnccl_ep", timeout_s).tolist()
+    every = group.hosts.gather(_identity(), "open, comparing libnccl_ep", timeout_s).tolist()
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             return f"it must be the same on all ranks: {_text(0, every[0])}, {_text(rank, theirs)}"

@@ -187,8 +187,7 @@ class Staging(Resource):
         bound = [sum(r.staged is staged for r in routes) for staged, routes in self._retired]
         what = "freeing outgrown staging memory of nccl_ep"
         timeout_s = self._group.deadline_s(self._config)
-        bound_anywhere = self._group.hosts.gather(torch.tensor(bound), what, timeout_s)
-        in_use = bound_anywhere.sum(dim=0).tolist()
+        in_use = self._group.hosts.gather(bound, what, timeout_s).sum(dim=0).tolist()
         if not all(in_use):
             torch.cuda.synchronize(self._group.device)
         for (staged, _), number in zip(self._retired, in_use, strict=True):

@@ -30,8 +30,8 @@ class ReferenceLowLatency(Resource):
         self._config = config
         self._num_tokens = 0  # of the last dispatch
         self._received: LowLatencyRows | None = None
-        self._tokens_of = torch.zeros(0)  # bool [R, T]: this rank's tokens that go to each rank
-        self._out = torch.zeros(0)
+        # bool [R, T]: this rank's tokens that go to each rank.
+        self._tokens_of = self._out = torch.zeros(0, device="cpu")
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
         """See `LowLatencyCalls.begin`."""

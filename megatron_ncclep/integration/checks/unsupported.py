@@ -30,11 +30,12 @@ class Refusal:
     remedy: str
 
 
-def _is_on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
+    """Whether a flag is set."""
     return bool(value)
 
 
-def _other_than(*defaults: Any) -> Callable[[Any], bool]:
+def other_than(*defaults: Any) -> Callable[[Any], bool]:
     """Whether a value is set and differs from every release's default."""
     return lambda value: value is not None and value not in defaults
 
@@ -50,44 +51,44 @@ _TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, a backend of Megatron's flex
 
 # Options that only affect other dispatchers.
 TUNES_OTHERS = (
-    Refusal("moe_flex_dispatcher_backend", _other_than("deepep"), _OUR_ENGINE),
-    Refusal(_DEEPEP_NUM_SMS, _other_than(20), f"it is for DeepEP: {_OUR_NUM_SMS}"),
-    Refusal(_HYBRIDEP_NUM_SMS, _other_than(16), f"it is for HybridEP: {_OUR_NUM_SMS}"),
-    Refusal(_NUM_SMS, _other_than(), f"it is for Megatron's flex dispatcher: {_OUR_NUM_SMS}"),
-    Refusal("moe_hybridep_num_sms_preprocessing", _other_than(108), _TUNES_HYBRIDEP),
-    Refusal("moe_hybridep_num_blocks_permute", _other_than(), _TUNES_HYBRIDEP),
-    Refusal("moe_hybridep_num_blocks_unpermute", _other_than(), _TUNES_HYBRIDEP),
-    Refusal("moe_permute_fusion_into_hybridep", _is_on, _TUNES_HYBRIDEP),
-    Refusal("moe_hybridep_pad_uneven_dispatch_inputs", _is_on, _TUNES_HYBRIDEP),
+    Refusal("moe_flex_dispatcher_backend", other_than("deepep"), _OUR_ENGINE),
+    Refusal(_DEEPEP_NUM_SMS, other_than(20), f"it is for DeepEP: {_OUR_NUM_SMS}"),
+    Refusal(_HYBRIDEP_NUM_SMS, other_than(16), f"it is for HybridEP: {_OUR_NUM_SMS}"),
+    Refusal(_NUM_SMS, other_than(), f"it is for Megatron's flex dispatcher: {_OUR_NUM_SMS}"),
+    Refusal("moe_hybridep_num_sms_preprocessing", other_than(108), _TUNES_HYBRIDEP),
+    Refusal("moe_hybridep_num_blocks_permute", other_than(), _TUNES_HYBRIDEP),
+    Refusal("moe_hybridep_num_blocks_unpermute", other_than(), _TUNES_HYBRIDEP),
+    Refusal("moe_permute_fusion_into_hybridep", is_on, _TUNES_HYBRIDEP),
+    Refusal("moe_hybridep_pad_uneven_dispatch_inputs", is_on, _TUNES_HYBRIDEP),
 )
 REFUSALS = (
     Refusal(
         "moe_paged_stash",
-        _is_on,
+        is_on,
         "leave it out: it needs Megatron's flex dispatcher, which reports a rank with too many "
         "rows so that the step can be repeated",
     ),
     Refusal(
         "moe_expert_rank_capacity_factor",
-        lambda value: value is not None,
+        other_than(),
         "set the option max_recv_rows (--ncclep-max-recv-rows) instead",
     ),
     Refusal(
         "moe_ncclep_static_shape",
-        _is_on,
+        is_on,
         "it belongs to Megatron's flex dispatcher; set the option max_recv_rows instead",
     ),
-    Refusal("moe_ncclep_zero_copy", _is_on, "it belongs to Megatron's flex dispatcher"),
+    Refusal("moe_ncclep_zero_copy", is_on, "it belongs to Megatron's flex dispatcher"),
     *(
         Refusal(
             option,
-            _other_than("bf16"),
+            other_than("bf16"),
             "leave it out: it belongs to Megatron's flex dispatcher; here rows cross in the "
             "model's dtype",
         )
         for option in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
-    Refusal("moe_enable_deepep", _is_on, _OUR_ENGINE),
+    Refusal("moe_enable_deepep", is_on, _OUR_ENGINE),
     *TUNES_OTHERS,
 )
 
@@ -122,7 +123,7 @@ def _is_default(config: Any, option: str, value: Any) -> bool:
     Such a value is the default of the config's own class, which may be a framework's or a newer
     release's; or, from 0.19 on, Megatron's validation copied it from an option's older name.
 
-    The default of another release does not count as set either (`_other_than`): Megatron-Bridge's
+    The default of another release does not count as set either (`other_than`): Megatron-Bridge's
     recipes set 16 SMs for HybridEP in every model, even with `alltoall`.
     """
     older = (getattr(config, name, None) for name in (_DEEPEP_NUM_SMS, _HYBRIDEP_NUM_SMS))

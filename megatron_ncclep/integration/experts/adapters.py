@@ -131,7 +131,7 @@ def what_is_in(wrapper: Any) -> list[Pair] | None:
     inner = wrapper._modules["adapter"]
     parts = inner._modules
     dropout, drops_last = _dropout(parts["dropout"]), inner.dropout_position == "post"
-    settings = (inner.alpha / inner.dim, dropout, drops_last)
+    settings = (float(inner.alpha / inner.dim), dropout, drops_last)
     return [(parts["linear_in"], parts["linear_out"], settings)]
 
 
@@ -161,7 +161,7 @@ def _in_swift(wrapper: Any) -> list[Pair] | None:
     names, parts = wrapper._active_adapter, wrapper._modules
     a, b, dropout = (parts[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
     return [
-        (a[name], b[name], (wrapper.scaling[name], _dropout(dropout[name]), False))
+        (a[name], b[name], (float(wrapper.scaling[name]), _dropout(dropout[name]), False))
         for name in ([names] if isinstance(names, str) else names)
         if name in a
     ]
@@ -200,12 +200,19 @@ def _unfit(parts: tuple[Any, ...], weights: Sequence[Any]) -> str | None:
 
 
 def _is_one_of(module: nn.Module | None, known: dict[str, str]) -> bool:
-    """Whether the module is of a known class, with exactly its attributes and its own forward."""
+    """Whether the module is of a known class, with exactly its attributes and its own forward.
+
+    None of them holds parameters itself, such as a scale that is trained.
+    """
     if module is None or (attributes := known.get(_name(module))) is None:
         return False
-    found = vars(module).keys() - _OF_A_MODULE | module._modules.keys() | module._parameters.keys()
-    forward = type(module).forward.__qualname__
-    return found == set(attributes.split()) and forward == f"{type(module).__name__}.forward"
+    found = vars(module).keys() - _OF_A_MODULE | module._modules.keys()
+    forward = type(module).forward
+    # functools.wraps gives a patch the name of what it calls.
+    if hasattr(forward, "__wrapped__") or module._parameters:
+        return False
+    own = f"{type(module).__name__}.forward"
+    return found == set(attributes.split()) and forward.__qualname__ == own
 
 
 def _name(module: nn.Module) -> str:

@@ -56,6 +56,8 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def lay_out(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Move the parameters' data into one storage, in the order given; values stay the same."""
-    stack = torch.stack([parameter.detach() for parameter in parameters])
-    for parameter, data in zip(parameters, stack, strict=True):
-        parameter.data = data
+    # Autograd would refuse what an evaluation in inference mode has moved.
+    with torch.inference_mode(parameters[0].is_inference()):
+        stack = torch.stack([parameter.detach() for parameter in parameters])
+        for parameter, data in zip(parameters, stack, strict=True):
+            parameter.data = data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.integration.checks.unsupported import Refusal
+from megatron_ncclep.integration.checks.unsupported import Refusal, is_on, other_than
 from megatron_ncclep.integration.experts.activation import is_fused
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_EXPERTS
 
@@ -14,65 +14,57 @@ WIDTH = ADDRESS_BYTES // 2
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
-def _is_on(value: Any) -> bool:
-    return bool(value)
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None
-
-
 REFUSALS = (
     Refusal(
         "add_bias_linear",
-        _is_on,
+        is_on,
         "leave the biases out (add_bias_linear=False, --disable-bias-linear)",
     ),
     Refusal(
         "use_transformer_engine_op_fuser",
-        _is_on,
+        is_on,
         "leave it out: with it TransformerEngine computes the experts in another way",
     ),
     Refusal(
         "moe_use_grouped_tensor",
-        _is_on,
+        is_on,
         "leave it out: it has TransformerEngine compute the experts, from its own grouped tensors",
     ),
     Refusal(
         "moe_single_grouped_weight",
-        _is_on,
+        is_on,
         "leave it out: they keep one parameter for each expert, without copying them",
     ),
-    Refusal("use_te_activation_func", _is_on, "leave it out: Megatron's own activations are used"),
+    Refusal("use_te_activation_func", is_on, "leave it out: Megatron's own activations are used"),
     Refusal(
-        "activation_func_fp8_input_store", _is_on, "leave it out: activations are kept as they are"
+        "activation_func_fp8_input_store", is_on, "leave it out: activations are kept as they are"
     ),
     Refusal(
         "moe_mlp_glu_interleave_size",
-        _is_given,
+        other_than(),
         "leave it out: gates and values stay in two halves",
     ),
     *(
         Refusal(
             option,
-            _is_on,
+            is_on,
             "leave it out: they compute in bf16, because scales, their history and the recipes' "
             "use of them are inside TransformerEngine's modules, which grouped experts do not call",
         )
         for option in ("fp8", "fp4")
     ),
-    Refusal("quant_recipe", _is_given, "leave it out: quantised experts are not supported yet"),
+    Refusal("quant_recipe", other_than(), "leave it out: quantised experts are not supported yet"),
     Refusal(
         "delay_wgrad_compute",
-        _is_on,
+        is_on,
         "leave it out: they compute weight gradients together with those of the rows",
     ),
     Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
-        _is_on,
+        is_on,
         "leave it out: they compute weight gradients together with those of the rows",
     ),
-    Refusal("cpu_offloading", _is_on, "leave it out: offloading is not supported"),
+    Refusal("cpu_offloading", is_on, "leave it out: offloading is not supported"),
     Refusal(
         "offload_modules",
         lambda value: bool(_OFFLOADED & set(value or ())),

@@ -23,6 +23,7 @@ from processes import forked_ranks
 from rank_pool import RankContext, RankError, RankPool
 from timeouts import patient
 
+from megatron_ncclep import cli
 from megatron_ncclep.doctor import SECTIONS, choice, examine
 from megatron_ncclep.doctor.report import Finding, by_num_ranks, ranges, render
 from megatron_ncclep.engines import ENGINES
@@ -145,6 +146,13 @@ def test_without_megatron_it_says_how_to_get_it(findings: Callable[..., Report])
 
 
 # --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_no_ranks(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With GPUs the engines were left out, and there were "0 problems"."""
+    assert cli.main(["doctor", "--ranks", number]) == 2
+    assert f"--ranks {number}: must be at least 1" in capsys.readouterr().err
 
 
 def test_equal_texts_for_several_numbers_of_ranks_are_one() -> None:

@@ -81,6 +81,36 @@ def test_frozen_weights_that_have_moved(ctx: RankContext) -> None:
             assert (view_of(experts.weights_of(layer)) is not None) == frozen
 
 
+def test_experts_of_a_model_for_inference_only(ctx: RankContext) -> None:
+    """One that was built in inference mode."""
+    from megatron_ncclep.integration.experts.expert_stack import view_of
+
+    initialize(ep=2)
+    with torch.inference_mode():
+        layer = build_layer(make_config("ncclep", torch.float32, 2, ncclep=GROUPED, **SWIGLU))
+        assert view_of(layer.experts.weights_of("linear_fc1")) is not None
+        assert layer(torch.ones(4, 1, 16))[0].isfinite().all()
+
+
+def test_frozen_weights_that_an_evaluation_lays_out(ctx: RankContext) -> None:
+    """Text generated in inference mode before the first step of fine-tuning left frozen experts in
+    memory that autograd refuses: "Inference tensors cannot be saved for backward".
+    """
+    initialize(ep=2)
+    experts = build_layer(make_config("ncclep", torch.float32, 2, ncclep=GROUPED, **SWIGLU)).experts
+    for weight in experts.parameters():
+        weight.data = weight.data.clone()
+        weight.requires_grad_(False)
+    rows, probs, counts = torch.ones(64, 16), torch.ones(64), torch.tensor([16, 0, 32, 16])
+    with torch.inference_mode():
+        expected, _ = experts(rows, counts, probs)
+    found, _ = experts(rows.requires_grad_(), counts, probs)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.any()
+
+
 # ---- training
 
 

@@ -5,6 +5,7 @@ another option, would be computed without what makes it different.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,11 @@ def with_weight(name: str, *shape: int, dtype: Any = torch.float32) -> Callable[
     return change
 
 
+def train_scale(wrapper: Any) -> None:
+    scale = vars(wrapper.adapter).pop("alpha")
+    wrapper.adapter.alpha = nn.Parameter(torch.tensor(float(scale)))
+
+
 def with_bias(wrapper: Any) -> None:
     wrapper.lora_B["one"].register_parameter("bias0", nn.Parameter(torch.zeros(2 * FFN)))
 
@@ -86,6 +92,7 @@ UNREAD: dict[str, tuple[Callable[[Any], Any], str]] = {
         changed(of_bridge, lambda w: setattr(w.adapter, "new", 1)),
         "not a known adapter, with known attributes",
     ),
+    "trained scale": (changed(of_bridge, train_scale), "not a known adapter, with known attr"),
     "activation": (
         changed(of_bridge, lambda w: setattr(w.adapter, "activation", nn.ReLU())),
         "without an activation",
@@ -135,10 +142,14 @@ def test_what_is_not_read(name: str) -> None:
     assert not built.adapters
 
 
-def test_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("says_whose", [False, True])
+def test_a_patched_class(says_whose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One patched as usual, with functools.wraps, was computed as if it were not patched."""
     holder = experts()
     built = AsBuilt(holder)
-    monkeypatch.setattr(LoRALinear, "forward", lambda self, rows, *args: self.to_wrap(rows))
+    patch = lambda self, rows, *args: self.to_wrap(rows)  # noqa: E731
+    patch = wraps(LoRALinear.forward)(patch) if says_whose else patch
+    monkeypatch.setattr(LoRALinear, "forward", patch)
     holder.linear_fc1 = of_bridge(holder.linear_fc1)
     assert "with known attributes" in str(built.change())
 
