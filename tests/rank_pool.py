@@ -271,8 +271,12 @@ def answer_jobs(
             function, args, ranks = _receive(pipe)
         except EOFError:
             return
+        num_groups = dist.distributed_c10d._world.group_count
         try:
             reply = (True, function(RankContext(rank, ranks, groups[ranks], device), *args))
+            # torch counts groups to name them: the next one of all ranks would have two names.
+            made = dist.distributed_c10d._world.group_count - num_groups
+            assert made == 0 or ranks == len(groups), f"groups of {ranks} of {len(groups)} ranks"
         except BaseException:
             reply = (False, traceback.format_exc())
         pipe.send_bytes(_packed(reply))

@@ -61,12 +61,11 @@ def test_every_batch_is_the_oracles(pool: RankPool, engine_name: str, rows: int 
 
 
 @pytest.mark.needs_ranks(2)
-@pytest.mark.ranks(2)
 def test_all_ranks_release(ctx: RankContext, engine_name: str) -> None:
     """Who comes alone is told so, and where the others are."""
-    group = dist.new_group([0, 1])
+    group = dist.new_group(list(range(ctx.num_ranks)))
     options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 20.0}
-    engine = create_engine(group, 8, options)
+    engine = create_engine(group, 4 * ctx.num_ranks, options)
     topk_idx = torch.tensor([[0, 7]], device=ctx.device)
     engine.plan(topk_idx)
     with pytest.raises(InputError, match="graphs_are_dropped differs"):
@@ -82,21 +81,20 @@ def test_all_ranks_release(ctx: RankContext, engine_name: str) -> None:
     megatron_ncclep.release_memory(group)  # nothing is left, as without engines
     with pytest.raises(GroupClosedError):
         engine.plan(topk_idx)
-    create_engine(group, 8, options).plan(topk_idx)
+    create_engine(group, 4 * ctx.num_ranks, options).plan(topk_idx)
     dist.destroy_process_group(group)
     megatron_ncclep.release_memory(group)  # what torch has destroyed, close() frees
     megatron_ncclep.close(group)
 
 
 @pytest.mark.needs_ranks(2)
-@pytest.mark.ranks(2)
 def test_the_first_step_still_lies_ahead(ctx: RankContext, engine_name: str) -> None:
     """Who gave memory back twice before the first pass, for a generator that comes first, lost the
     longer deadline of the step in which ranks compile.
     """
-    group = dist.new_group([0, 1])
+    group = dist.new_group(list(range(ctx.num_ranks)))
     options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 40.0}
-    engine = create_engine(group, 8, options)
+    engine = create_engine(group, 4 * ctx.num_ranks, options)
     for _ in range(2):
         megatron_ncclep.release_memory(group)
     assert EpGroup.of(group).deadline_s(engine.config) == 40.0

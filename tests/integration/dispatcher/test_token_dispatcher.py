@@ -112,9 +112,9 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     """
     asked, others = [], iter([1, 4, 0])
 
-    def gather(hosts: Hosts, mine: torch.Tensor, what: str, timeout_s: float) -> torch.Tensor:
-        asked.append((mine.tolist(), timeout_s))
-        return torch.stack([mine, torch.tensor([next(others)])])
+    def gather(hosts: Hosts, mine: list[int], what: str, timeout_s: float) -> torch.Tensor:
+        asked.append((mine, timeout_s))
+        return torch.tensor([mine, [next(others)]])
 
     monkeypatch.setattr(Hosts, "gather", gather)
     dispatcher = make(ncclep=EXACT)
