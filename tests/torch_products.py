@@ -57,11 +57,12 @@ class TorchProducts:
 
     def narrow(
         self, key: str, rows: Tensor, factor: Tensor, ends: Tensor, scale: float,
-        interleaved: bool = False, out: Tensor | None = None,
+        interleaved: bool = False,
     ) -> Tensor:  # fmt: skip
-        result = self._by_rows(rows, interleave(factor, 2) if interleaved else factor, ends)
-        result *= scale
-        return result if out is None else out.copy_(result)
+        return self._by_rows(rows, interleave(factor, 2) if interleaved else factor, ends) * scale
+
+    def with_low_rank(self, rows: Tensor, factor: Tensor, ends: Tensor, scale: float) -> Tensor:
+        return torch.cat([rows, self._by_rows(rows, factor.mT, ends) * scale], dim=1)
 
     def wide(
         self, key: str, low: Tensor, factor: Tensor, ends: Tensor, interleaved: bool = False
@@ -69,7 +70,7 @@ class TorchProducts:
         return self._by_rows(low, interleave(factor, 1) if interleaved else factor, ends)
 
     def factor_gradients(
-        self, key: str, grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False
+        self, grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False
     ) -> Tensor:
         if interleaved:
             grad = torch.cat([grad[:, ::2], grad[:, 1::2]], dim=1)
@@ -80,7 +81,7 @@ class TorchProducts:
         adds: bool = False,
     ) -> Any:  # fmt: skip
         assert out is None, "only through autograd"
-        return self.factor_gradients("", grad, rows, ends, interleaved)
+        return self.factor_gradients(grad, rows, ends, interleaved)
 
 
 def interleave(weights: Tensor, dim: int) -> Tensor:

@@ -7,7 +7,7 @@ of autograd (fused_swiglu.py), that node takes the factors, as `low_rank` return
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -108,4 +108,21 @@ def _stack(factor: Sequence[nn.Module], num_experts: int, last_expert_first: boo
     (weight,) = weights
     if weight.dim() == 2:
         return weight.expand(num_experts, *weight.shape)
-    return weight.flip(0) if last_expert_first else weight
+    reverse: Callable[[Tensor], Tensor] = _Reverse.apply
+    return reverse(weight) if last_expert_first else weight
+
+
+class _Reverse(torch.autograd.Function):
+    """weight.flip(0), which takes one element at a time, eight bytes at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        words = weight.contiguous().view(len(weight), -1)
+        if words.shape[1] * words.element_size() % 8 == 0:
+            words = words.view(torch.int64)
+        return words.flip(0).view(weight.dtype).view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result: Tensor = _Reverse.apply(grad)
+        return result

@@ -62,6 +62,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{PACKAGE} has no kernels for a {device.type.upper()}"
     if reason := untried_pair():
         return reason
+    if find_spec("triton") is None:
+        return "adapters' kernels need the package triton, which torch for GPUs brings"
     for module in _MODULES:
         spec = find_spec(module)
         if spec is None or spec.origin is None:
@@ -198,14 +200,14 @@ class _SwigluExperts(torch.autograd.Function):
 
         wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2)
         if a2 is not None:
-            wide_grad = _with_low_rank(products, grad, b2, ends, scale2)
+            wide_grad = products.with_low_rank(grad, b2, ends, scale2)
         of_fc2 = products.fc2_backward(wide_grad, stack, probs, gate_up, ends)
         gate_up_grad, activated, probs_grad = of_fc2
         if wanted[_A2]:
             low2_grad = wide_grad[:, grad.shape[1] :]
-            a2_grad = products.factor_gradients("a2", low2_grad, activated, ends)
+            a2_grad = products.factor_gradients(low2_grad, activated, ends)
         if wanted[_B2]:
-            b2_grad = products.factor_gradients("b2", grad, low2, ends)
+            b2_grad = products.factor_gradients(grad, low2, ends)
         if any(fc2_trained):
             product = partial(products.weight_gradients, grad, activated, ends, False)
             fc2_grads = store_weight_gradients(fc2, fc2_trained, product, mode.target)
@@ -216,9 +218,9 @@ class _SwigluExperts(torch.autograd.Function):
             if wanted[0]:
                 addend = products.wide("rows_grad", low1_grad, a1.mT, ends)
             if wanted[_A1]:
-                a1_grad = products.factor_gradients("a1", low1_grad, rows, ends)
+                a1_grad = products.factor_gradients(low1_grad, rows, ends)
             if wanted[_B1]:
-                b1_grad = products.factor_gradients("b1", gate_up_grad, low1, ends, True)
+                b1_grad = products.factor_gradients(gate_up_grad, low1, ends, True)
         if wanted[0]:
             rows_grad = products.fc1_backward(gate_up_grad, stack_of(fc1), ends, addend)
         if any(fc1_trained):
@@ -231,19 +233,6 @@ class _SwigluExperts(torch.autograd.Function):
 
 # Places among the arguments of forward.
 _A1, _B1, _A2, _B2, _WEIGHTS = 4, 5, 6, 7, 8
-
-
-def _with_low_rank(
-    products: QuackProducts, grad: Tensor, b: Tensor, ends: Tensor, scale: float
-) -> Tensor:
-    """The gradient, with `scale * grad @ b` as more columns."""
-    num_rows, hidden = grad.shape
-    whole = grad.new_empty(num_rows, hidden + b.shape[2])
-    # Eight bytes at a time: torch copies single elements into rows that do not follow each other.
-    grad_words = grad.view(torch.int64)
-    whole.view(torch.int64)[:, : grad_words.shape[1]].copy_(grad_words)
-    products.narrow("low2_grad", grad, b.mT, ends, scale, out=whole[:, hidden:])
-    return whole
 
 
 def _with_factor(weights: Sequence[Tensor], a: Tensor) -> Tensor:

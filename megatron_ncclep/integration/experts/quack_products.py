@@ -15,8 +15,8 @@ the GEMM needs them; the weights stay as Megatron lays them out, all gates, then
 
 Adapters add a low-rank product to fc1 and to fc2: `narrow` multiplies by their first factor, `wide`
 by the second, and the GEMM beside it adds that as it stores.  In fc2_backward they are more columns
-of the gradient, and the first factor more rows of the weights, because its epilogue has no place
-for another operand.
+of the gradient (`with_low_rank`), and the first factor more rows of the weights, because its
+epilogue has no place for another operand.
 
 Expert g has the rows from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
 `ends` on the device.  Rows after the last block are neither read nor written.
@@ -25,7 +25,7 @@ Tile shapes: for six shapes of configs/benchmark/layers.yaml, two H100s and 11 t
 GEMM, these two were within 4 % of the best ones over all six GEMMs.  The cards ranked the other
 tiles differently (benchmarks/results/2026-11-25-grouped-experts.txt).
 
-This module imports quack-kernels; `fused_swiglu.unavailable_reason` says whether it can.
+This module imports quack-kernels and Triton; `fused_swiglu.unavailable_reason` says whether it can.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from quack.epilogue.ops import ColVecLoad
 from quack.gemm import gemm, run_gemm_plan
 from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
+
+from megatron_ncclep.integration.experts import low_rank_kernels
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,8 @@ class Tile:
 PLAIN = Tile(192, 128)
 # Its epilogue holds gate, up and three results in registers.
 WITH_BACKWARD = Tile(128, 128)
-# One operand or the result is as narrow as adapters' ranks; these GEMMs wait for memory.
+# The result is as narrow as an adapter's rank; these GEMMs wait for memory.
 NARROW = Tile(128, 32, shared_by=1)
-FLAT = Tile(64, 256, shared_by=1)
 
 
 @gemm_epilogue(
@@ -202,7 +203,6 @@ class QuackProducts:
         ends: Tensor,
         scale: float,
         interleaved: bool = False,
-        out: Tensor | None = None,
     ) -> Tensor:
         """Multiply by an adapter's factor, and by `scale`: [num_rows, rank].
 
@@ -213,14 +213,12 @@ class QuackProducts:
             ends: int32 [num_experts + 1].
             scale: a factor in fp32.
             interleaved: the rows' columns are gate 0, up 0, gate 1, ...
-            out: the result, or None for a new tensor.
         """
-        if out is None:
-            out = rows.new_empty(len(rows), factor.shape[1])
+        low = rows.new_empty(len(rows), factor.shape[1])
         concat = ("B",) if interleaved else ()
-        tensors = (rows, factor, out, None)
+        tensors = (rows, factor, low, None)
         self._plain(key, tensors, {"cu_seqlens_m": ends}, concat, NARROW, scale)
-        return out
+        return low
 
     def wide(
         self, key: str, low: Tensor, factor: Tensor, ends: Tensor, interleaved: bool = False
@@ -234,21 +232,15 @@ class QuackProducts:
         self._plain(key, (low, factor, result, None), {"cu_seqlens_m": ends}, concat)
         return result
 
-    def factor_gradients(
-        self, key: str, grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False
-    ) -> Tensor:
-        """Compute grad[g]^T @ rows[g] for an adapter's factor: one of both is [num_rows, rank].
+    def with_low_rank(self, rows: Tensor, factor: Tensor, ends: Tensor, scale: float) -> Tensor:
+        """See `low_rank_kernels.with_low_rank`."""
+        return low_rank_kernels.with_low_rank(rows, factor, ends, scale)
 
-        Returns:
-            [num_experts, grad's columns, rows' columns]; `interleaved` as in `weight_gradients`.
-        """
-        number = len(ends) - 1
-        if not len(rows):
-            return rows.new_zeros(number, grad.shape[1], rows.shape[1])
-        out = rows.new_empty(number, grad.shape[1], rows.shape[1])
-        tile, concat = (NARROW if key.endswith("b") else FLAT), (("out",) if interleaved else ())
-        self._plain(key, (grad.mT, rows.mT, out, None), {"cu_seqlens_k": ends}, concat, tile)
-        return out
+    def factor_gradients(
+        self, grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False
+    ) -> Tensor:
+        """See `low_rank_kernels.factor_gradients`."""
+        return low_rank_kernels.factor_gradients(grad, rows, ends, interleaved)
 
     def weight_gradients(
         self,
