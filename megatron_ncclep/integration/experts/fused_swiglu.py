@@ -48,12 +48,14 @@ class Mode:
         target: where the weights' gradients go.
         has_backward: a backward pass will follow.
         scales: of the products of the adapters on fc1 and fc2.
+        room: rows that are free behind the weights of fc2 of each expert.
     """
 
     products: QuackProducts
     target: GradientTarget
     has_backward: bool
     scales: tuple[float, float]
+    room: int
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -121,6 +123,7 @@ def swiglu_experts(
     products: QuackProducts,
     target: GradientTarget,
     adapters: tuple[LowRank | None, LowRank | None] = (None, None),
+    room: int = 0,
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
 
@@ -136,8 +139,9 @@ def swiglu_experts(
         fc2: likewise, [hidden, ffn].
         products: the layer's GEMMs.
         target: where the weights' gradients go; those of adapters go through autograd.
-        adapters: on fc1 and on fc2.  Backward of the latter copies all weights of fc2 unless there
-            is room for its first factor behind each (`expert_stack.lay_out`).
+        adapters: on fc1 and on fc2.
+        room: rows that `expert_stack.lay_out` has left behind the weights of fc2, for the first
+            factor of its adapter; if these are too few, backward copies all weights.
 
     Returns:
         [num_rows, hidden].
@@ -148,7 +152,7 @@ def swiglu_experts(
         for tensor in (rows, probs, *factors, *fc1, *fc2)
     )
     of_fc1, of_fc2 = (pair.scale if pair else 1.0 for pair in adapters)
-    mode = Mode(products, target, has_backward, (of_fc1, of_fc2))
+    mode = Mode(products, target, has_backward, (of_fc1, of_fc2), room)
     result: Tensor = _SwigluExperts.apply(rows, probs, offsets, mode, *factors, *fc1, *fc2)
     return result
 
@@ -213,7 +217,7 @@ def _backward_of_fc2(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any,
     _, probs, ends, gate_up, _, _, a2, b2, _, low2, *weights = saved
     (_, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
     products, wanted = mode.products, ctx.needs_input_grad
-    wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2)
+    wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2, mode.room)
     if a2 is not None:
         wide_grad = products.with_low_rank(grad, b2, ends, mode.scales[1])
     of_fc2 = products.fc2_backward(wide_grad, stack, probs, gate_up, ends)
@@ -261,13 +265,13 @@ def _backward_of_fc1(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any,
 _A1, _B1, _A2, _B2, _WEIGHTS = 4, 5, 6, 7, 8
 
 
-def _with_factor(weights: Sequence[Tensor], a: Tensor) -> Tensor:
+def _with_factor(weights: Sequence[Tensor], a: Tensor, room: int) -> Tensor:
     """The weights of each expert, with the adapter's first factor as more rows."""
-    stack = with_room(weights, a.shape[1])
-    if stack is None:
+    stack, rank, rows = with_room(weights, room), a.shape[1], len(weights[0])
+    if stack is None or room < rank:
         return torch.cat([stack_of(weights), a], dim=1)
-    stack[:, len(weights[0]) :].copy_(a)
-    return stack
+    stack[:, rows : rows + rank].copy_(a)
+    return stack[:, : rows + rank]
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -165,17 +165,19 @@ def test_room_for_an_adapters_factor() -> None:
 
     def forward() -> torch.Tensor:
         gemms: Any = (TorchProducts(), GradientTarget())
-        adapters = (None, LowRank(a, b, 0.5))
-        return fused_swiglu.swiglu_experts(rows, probs, offsets, fc1, fc2, *gemms, adapters)
+        adapters = ((None, LowRank(a, b, 0.5)), room)
+        return fused_swiglu.swiglu_experts(rows, probs, offsets, fc1, fc2, *gemms, *adapters)
 
+    room = 0
     copied = torch.autograd.grad(forward(), wanted, grad)
-    lay_out(fc2, room=rank)
-    assert with_room(fc2, 2 * rank) is None
-    first, second = forward(), forward()
-    for out in (second, first):
-        assert all(map(torch.equal, copied, torch.autograd.grad(out, wanted, grad)))
+    for room in (1, rank + 1):  # too little, and more than is needed
+        lay_out(fc2, room)
+        assert with_room(fc2, room + 1) is None
+        first, second = forward(), forward()
+        for out in (second, first):
+            assert all(map(torch.equal, copied, torch.autograd.grad(out, wanted, grad)))
     assert all(map(torch.equal, values, fc2))
     assert all(weight.is_contiguous() for weight in fc2)
-    room = with_room(fc2, rank)
-    assert room is not None
-    assert torch.equal(room[:, hidden:], a)  # where backward has read it
+    stack = with_room(fc2, room)
+    assert stack is not None
+    assert torch.equal(stack[:, hidden : hidden + rank], a)  # where backward has read it
