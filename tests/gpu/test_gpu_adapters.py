@@ -182,7 +182,7 @@ def test_fine_tuning(ctx: RankContext, engine_name: str) -> None:
 
 @needs_te
 @pytest.mark.alone
-@pytest.mark.parametrize(("rank", "features"), [(8, 192), (16, 2048), (32, 1536)])
+@pytest.mark.parametrize(("rank", "features"), [(8, 192), (16, 2048), (32, 1536), (136, 768)])
 def test_kernels_of_low_rank(ctx: RankContext, rank: int, features: int) -> None:
     """Against fp64, and the same bits twice; rows after the last block are NaN."""
     from megatron_ncclep.integration.experts import low_rank_kernels as kernels

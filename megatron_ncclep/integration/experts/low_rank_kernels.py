@@ -17,6 +17,8 @@ from torch import Tensor
 # Columns of a program and rows of a step; rows of a program and columns of a step.
 _GRADIENTS = {"COLUMNS": 128, "STEP": 128, "num_warps": 4, "num_stages": 3}
 _LOW_RANK = {"ROWS": 64, "FEATURES": 256, "num_warps": 8, "num_stages": 3}
+# A program has so much of a higher rank: more does not fit into shared memory.
+_MOST_RANK = 64
 
 
 def factor_gradients(grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool) -> Tensor:
@@ -39,7 +41,8 @@ def factor_gradients(grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool
     result = rows.new_empty(number, out_features, in_features)
     is_second = out_features >= in_features  # of the factors: the result has the rank's columns
     low, wide = (rows, grad) if is_second else (grad, rows)
-    grid = (number, triton.cdiv(wide.shape[1], _GRADIENTS["COLUMNS"]))
+    part, parts = _parts(low.shape[1])
+    grid = (number, triton.cdiv(wide.shape[1], _GRADIENTS["COLUMNS"]), parts)
     _factor_gradients[grid](
         low,
         wide,
@@ -49,7 +52,7 @@ def factor_gradients(grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool
         wide.stride(0),
         low.shape[1],
         wide.shape[1],
-        RANK=max(16, triton.next_power_of_2(low.shape[1])),
+        RANK=part,
         IS_SECOND=is_second,
         INTERLEAVED=interleaved,
         **_GRADIENTS,
@@ -72,7 +75,8 @@ def with_low_rank(rows: Tensor, factor: Tensor, ends: Tensor, scale: float) -> T
     (num_rows, features), (number, _, rank) = rows.shape, factor.shape
     result = rows.new_empty(num_rows, features + rank)
     # The last program of an expert may have fewer rows.
-    grid = (triton.cdiv(num_rows, _LOW_RANK["ROWS"]) + number,)
+    part, parts = _parts(rank)
+    grid = (triton.cdiv(num_rows, _LOW_RANK["ROWS"]) + number, parts)
     _with_low_rank[grid](
         rows,
         factor,
@@ -83,10 +87,16 @@ def with_low_rank(rows: Tensor, factor: Tensor, ends: Tensor, scale: float) -> T
         rank,
         scale,
         EXPERTS=triton.next_power_of_2(number),
-        RANK=max(16, triton.next_power_of_2(rank)),
+        RANK=part,
         **_LOW_RANK,
     )
     return result
+
+
+def _parts(rank: int) -> tuple[int, int]:
+    """How much of the rank a program has, a power of two, and the number of such parts."""
+    part = min(_MOST_RANK, max(16, triton.next_power_of_2(rank)))
+    return part, triton.cdiv(rank, part)
 
 
 @triton.jit
@@ -107,7 +117,7 @@ def _factor_gradients(  # type: ignore[no-untyped-def]
 ):
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    of_rank = tl.arange(0, RANK)
+    of_rank = tl.program_id(2) * RANK + tl.arange(0, RANK)
     begin, end = tl.load(ends + expert).to(tl.int64), tl.load(ends + expert + 1).to(tl.int64)
     total = tl.zeros((RANK, COLUMNS), tl.float32)
     for first in range(begin, end, STEP):
@@ -159,14 +169,15 @@ def _with_low_rank(  # type: ignore[no-untyped-def]
     end = tl.sum(tl.where(experts == expert, all_ends, 0), 0)
     row = begin + (tl.program_id(0) - before) * ROWS + tl.arange(0, ROWS)
     is_row, row = (row < end)[:, None], row.to(tl.int64)[:, None]
-    of_rank = tl.arange(0, RANK)[None, :]
+    of_rank = (tl.program_id(1) * RANK + tl.arange(0, RANK))[None, :]
     width = features + rank
     low = tl.zeros((ROWS, RANK), tl.float32)
     for first in range(0, features, FEATURES):
         feature = first + tl.arange(0, FEATURES)
         is_value = is_row & (feature < features)[None, :]
         some = tl.load(rows + row * features + feature[None, :], is_value, other=0.0)
-        tl.store(result + row * width + feature[None, :], some, is_value)
+        is_first = is_value & (tl.program_id(1) == 0)
+        tl.store(result + row * width + feature[None, :], some, is_first)
         factor_at = factor + (expert.to(tl.int64) * features + feature[:, None]) * rank + of_rank
         has_factor = (feature < features)[:, None] & (of_rank < rank)
         low = tl.dot(some, tl.load(factor_at, has_factor, other=0.0), low)
