@@ -6,6 +6,7 @@ of autograd (fused_swiglu.py), that node takes the factors, as `low_rank` return
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -118,7 +119,8 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         words = weight.contiguous().view(len(weight), -1)
-        if words.shape[1] * words.element_size() % 8 == 0:
+        # A view of a larger tensor may begin anywhere.
+        if math.gcd(words.shape[1], words.storage_offset()) * words.element_size() % 8 == 0:
             words = words.view(torch.int64)
         return words.flip(0).view(weight.dtype).view_as(weight)
 

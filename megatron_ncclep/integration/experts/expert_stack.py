@@ -79,7 +79,7 @@ def with_room(parameters: Sequence[Tensor], room: int) -> Tensor | None:
     """
     first, view = parameters[0].data, view_of(parameters)
     shape = (len(parameters), first.shape[0] + room, first.shape[1])
-    if view is None or view.stride(0) != shape[1] * shape[2]:
+    if view is None or (len(view) > 1 and view.stride(0) != shape[1] * shape[2]):
         return None
     # A storage of another size has other tensors between these.
     size = math.prod(shape) * first.element_size()

@@ -58,7 +58,7 @@ class GroupedExperts:
     _has_products: bool | None = None
     _laid_out: tuple[int, ...] = ()
     _room = 0  # behind the weights of fc2 of each expert, in rows
-    _is_in_graph = False
+    _in_graph: tuple[int, ...] = ()
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
@@ -151,16 +151,15 @@ class GroupedExperts:
         would without room for an adapter's factor of this `rank`, which is left when it is first
         needed.  Once a CUDA graph holds the addresses, nothing is moved here.
         """
-        weights = [*fc1, *fc2]
-        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._is_in_graph = True
-        if (fc1[0].data_ptr(), fc2[0].data_ptr(), rank) == self._laid_out:
+        addresses = (fc1[0].data_ptr(), fc2[0].data_ptr())
+        if fc1[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._in_graph = addresses  # not those of a copy of this layer
+        if addresses == self._in_graph or (*addresses, rank) == self._laid_out:
             return
-        is_frozen = not any(w.requires_grad or hasattr(w, "main_grad") for w in weights)
-        if is_frozen and not self._is_in_graph:
+        if not any(w.requires_grad or hasattr(w, "main_grad") for w in (*fc1, *fc2)):
             self._room = max(self._room, rank)
             self.lay_out_weights(self._room)
-        self._laid_out = (fc1[0].data_ptr(), fc2[0].data_ptr(), rank)
+            self._laid_out = (fc1[0].data_ptr(), fc2[0].data_ptr(), rank)
 
     def _factors(self, rows: Tensor) -> tuple[LowRank | None, LowRank | None] | None:
         """The adapters on fc1 and fc2 for `swiglu_experts`; None where it cannot compute these."""

@@ -12,7 +12,7 @@ from test_grouped_linear import IN, OUT, SIZES, Problem
 from torch import Tensor, nn
 
 from megatron_ncclep.integration.experts import grouped_linear
-from megatron_ncclep.integration.experts.adapter_product import add_adapter
+from megatron_ncclep.integration.experts.adapter_product import _stack, add_adapter
 from megatron_ncclep.integration.experts.adapters import Adapter, weights_in
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
@@ -60,6 +60,19 @@ def test_against_fp64(name: str, a: str, b: str, last_first: bool, dtype: torch.
 
 def test_factors_in_fp32_beside_weights_in_bf16() -> None:
     check(Problem(*SIZES["empty-between"], torch.bfloat16), "listed", "listed", True, torch.float32)
+
+
+def test_factors_within_a_larger_tensor() -> None:
+    """torch.nn.utils.vector_to_parameters puts them anywhere, and the next forward pass ended in
+    "self.storage_offset() must be divisible by 4 to view BFloat16 as Long".
+    """
+    factor = _GroupedExpertAdapterWeight(random(3, RANK, 8, like=torch.empty(0).bfloat16()))
+    vector = torch.cat([torch.zeros(1).bfloat16(), factor.weight.detach().flatten()])
+    factor.weight.data = vector[1:].view_as(factor.weight)
+    stack = _stack([factor], 3, last_expert_first=True)
+    assert torch.equal(stack, factor.weight.flip(0))
+    stack.backward(stack.detach())
+    assert torch.equal(factor.weight.grad, factor.weight)
 
 
 def check(problem: Problem, a: str, b: str, last_first: bool, dtype: torch.dtype) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_training import SAME, Training
-from adapted_experts import ADAPTED, build_grouped, change, dropped, of_bridge
-from changed_experts import Change, train
-from megatron_setup import build_layer
+from adapted_experts import ADAPTED, build_grouped, change, dropped, of_bridge, wrap
+from changed_experts import Change, copy_experts, train
+from megatron_setup import HIDDEN, build_layer, initialize, make_config
 from rank_pool import RankContext
 from torch_products import TorchProducts
 from trainer import ModelCase
@@ -104,6 +104,42 @@ def test_as_part_of_one_node(ctx: RankContext, name: str) -> None:
     is_frozen = not name.endswith(("trained", "after DDP"))
     assert all((room > 0) == is_frozen for room in rooms)
     assert name != "of each" or rooms
+
+
+def test_where_room_comes_later(ctx: RankContext) -> None:
+    """Experts that were frozen after a first pass, and a copy of those that a CUDA graph holds, got
+    no room for a factor, so that every backward pass copied all weights of fc2.
+    """
+    from megatron_ncclep.integration.experts import grouped
+
+    initialize(ep=ctx.num_ranks)
+    options = {"ncclep": EpConfig(experts="grouped"), **FIELDS}
+    config = make_config("ncclep", torch.float32, ctx.num_ranks, **options)
+    layer = build_grouped(config, "cpu", te=False)
+    wrap(layer, [], of_bridge("of each"), frozen=False)
+    number = layer.experts.num_local_experts
+    rows, counts, probs = torch.ones(number, HIDDEN), torch.ones(number).int(), torch.ones(number)
+
+    def room_of() -> Any:
+        assert layer.experts.as_built.change() is None
+        layer.experts(rows, counts, probs)
+        return expert_stack.with_room(layer.experts.weights_of("linear_fc2"), 4)
+
+    products = {"_has_products": True, "_products": TorchProducts()}
+    with mock.patch.multiple(grouped.GroupedExperts, **products):
+        assert room_of() is None
+        for linear in layer.experts.as_built.linears.values():
+            linear[0].requires_grad_(False)
+        on_a_gpu = mock.patch.object(torch.Tensor, "is_cuda", True)
+        in_a_graph = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+        with on_a_gpu, in_a_graph:
+            assert room_of() is None
+        assert room_of() is None  # the graph holds where they are
+        original = layer.experts
+        copy_experts(layer, [])
+        assert room_of() is not None
+        layer.experts, original._in_graph = original, ()
+        assert room_of() is not None
 
 
 @pytest.mark.each_release

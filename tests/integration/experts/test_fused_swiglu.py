@@ -146,14 +146,18 @@ def test_frozen_weights_keep_no_rows() -> None:
         assert (rows.data_ptr() in kept) == trained
 
 
-def test_room_for_an_adapters_factor() -> None:
+@pytest.mark.parametrize("ends", [[4, 4, 12], [12]], ids=["three", "one"])
+def test_room_for_an_adapters_factor(ends: list[int]) -> None:
     """Backward of fc2 reads the factor behind each expert's weights; writing it there is no change
     of the weights for passes that are still to come, and without room the results are the same.
+
+    The room of ranks with one expert, such as Mixtral's on 8 GPUs, was not found again, so their
+    backward passes copied all weights.
     """
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(shape, generator=generator).double()  # noqa: E731
-    number, hidden, ffn, rank = 3, 8, 6, 2
-    offsets = torch.tensor([4, 4, 12], dtype=torch.int32)
+    number, hidden, ffn, rank = len(ends), 8, 6, 2
+    offsets = torch.tensor(ends, dtype=torch.int32)
     fc1, fc2 = (
         [torch.nn.Parameter(draw(*shape), requires_grad=False) for _ in range(number)]
         for shape in ((2 * ffn, hidden), (hidden, ffn))
