@@ -13,6 +13,7 @@ is no view, and weights are copied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -54,10 +55,34 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]) if view is None else view
 
 
-def lay_out(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Move the parameters' data into one storage, in the order given; values stay the same."""
+def lay_out(parameters: Sequence[torch.nn.Parameter], room: int = 0) -> None:
+    """Move the parameters' data into one storage, in the order given; values stay the same.
+
+    Args:
+        parameters: one [out_features, in_features] for each expert.
+        room: so many rows are left free behind each, for `with_room`.
+    """
     # Autograd would refuse what an evaluation in inference mode has moved.
     with torch.inference_mode(parameters[0].is_inference()):
-        stack = torch.stack([parameter.detach() for parameter in parameters])
-        for parameter, data in zip(parameters, stack, strict=True):
-            parameter.data = data
+        first = parameters[0].detach()
+        rows, columns = first.shape
+        stack = first.new_empty(len(parameters), rows + room, columns)
+        for parameter, data in zip(parameters, stack[:, :rows], strict=True):
+            parameter.data = data.copy_(parameter.detach())
+
+
+def with_room(parameters: Sequence[Tensor], room: int) -> Tensor | None:
+    """Return the parameters and the rows behind each, [number, out_features + room, in_features].
+
+    None unless `lay_out` has left so much room and nothing has moved them since.  Writing into the
+    room changes no parameter, and autograd does not take it for a change.
+    """
+    first, view = parameters[0].data, view_of(parameters)
+    shape = (len(parameters), first.shape[0] + room, first.shape[1])
+    # A storage of just that size holds nothing else.
+    size = math.prod(shape) * first.element_size()
+    if view is None or view.stride(0) != shape[1] * shape[2]:
+        return None
+    if first.storage_offset() or first.untyped_storage().nbytes() != size:
+        return None
+    return first.as_strided(shape, (shape[1] * shape[2], shape[2], 1))

@@ -15,6 +15,7 @@ from adapted_experts import ADAPTED, build_grouped, change, dropped, of_bridge
 from changed_experts import Change, train
 from megatron_setup import build_layer
 from rank_pool import RankContext
+from torch_products import TorchProducts
 from trainer import ModelCase
 
 from megatron_ncclep.config import EpConfig
@@ -74,6 +75,24 @@ def test_adapters(ctx: RankContext, name: str) -> None:
 @pytest.mark.parametrize("name", ["trained", "shared", "of each"])
 def test_other_dtypes(ctx: RankContext, name: str, dtype: torch.dtype) -> None:
     compare(ctx, *ADAPTED[name], dtype)
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("name", ADAPTED)
+def test_as_part_of_one_node(ctx: RankContext, name: str) -> None:
+    """With quack-kernels the experts and their adapters are one node of autograd; torch computes
+    its products here.
+    """
+    from megatron_ncclep.integration.experts import grouped
+
+    products = {"_has_products": True, "_products": TorchProducts()}
+    is_one, adapted = ADAPTED[name]
+    with (
+        mock.patch.multiple(grouped.GroupedExperts, **products),
+        mock.patch.object(grouped, "add_adapter", wraps=grouped.add_adapter) as apart,
+    ):
+        compare(ctx, is_one, adapted, torch.float64)
+    assert bool(apart.call_count) == (name == "several")
 
 
 @pytest.mark.each_release

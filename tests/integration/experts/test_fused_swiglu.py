@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,8 @@ def test_where_it_can_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     install_pair(monkeypatch, *pair)
-    install_stand_ins(tmp_path / "site-packages", "quack", "cutlass")
+    lacking = [] if find_spec("triton") else ["triton"]  # pip's torch for Linux brings it
+    install_stand_ins(tmp_path / "site-packages", "quack", "cutlass", *lacking)
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
