@@ -77,17 +77,18 @@ def groups_of(chunk: Any, collection: Any) -> list[dist.ProcessGroup]:
         chunk: a part of the model.
         collection: the ProcessGroupCollection of a schedule's caller; None: the model's own.
     """
-    collection = collection or of_model(chunk, "pg_collection")
-    found: list[dist.ProcessGroup] = []
-    for names in (("tp",), ("pp",), ("dp_cp_gtp_remat", "dp_cp", "ep")):
-        for name in names:
-            group = getattr(collection, name, None) or of_model(chunk, f"{name}_group")
-            if group is not None:
-                found += group if isinstance(group, list) else [group]
-                break
     world = dist.group.WORLD
     assert world is not None  # the engines have groups
-    if not found or math.prod(group.size() for group in found) == world.size():
+    found: list[dist.ProcessGroup] = []
+    for names in (("tp",), ("pp",), ("dp_cp_gtp_remat", "dp_cp", "ep")):
+        of_caller = [getattr(collection, name, None) for name in names]
+        own = [getattr(of_model(chunk, "pg_collection"), name, None) for name in names]
+        of_ddp = [of_model(chunk, f"{name}_group") for name in names]
+        group = next(filter(None, of_caller + own + of_ddp), None)
+        if group is None:
+            return [world]
+        found += group if isinstance(group, list) else [group]
+    if math.prod(group.size() for group in found) == world.size():
         return [world]
     return [group for group in found if group.size() > 1] or found[:1]
 
