@@ -74,15 +74,15 @@ def lay_out(parameters: Sequence[torch.nn.Parameter], room: int = 0) -> None:
 def with_room(parameters: Sequence[Tensor], room: int) -> Tensor | None:
     """Return the parameters and the rows behind each, [number, out_features + room, in_features].
 
-    None unless `lay_out` has left so much room and nothing has moved them since.  Writing into the
-    room changes no parameter, and autograd does not take it for a change.
+    None unless `lay_out` has left just this room and nothing has moved them since.  Writing into
+    the room changes no parameter, and autograd does not take it for a change.
     """
     first, view = parameters[0].data, view_of(parameters)
     shape = (len(parameters), first.shape[0] + room, first.shape[1])
-    # A storage of just that size holds nothing else.
-    size = math.prod(shape) * first.element_size()
     if view is None or view.stride(0) != shape[1] * shape[2]:
         return None
+    # A storage of another size has other tensors between these.
+    size = math.prod(shape) * first.element_size()
     if first.storage_offset() or first.untyped_storage().nbytes() != size:
         return None
     return first.as_strided(shape, (shape[1] * shape[2], shape[2], 1))

@@ -48,12 +48,14 @@ class Mode:
         target: where the weights' gradients go.
         has_backward: a backward pass will follow.
         scales: of the products of the adapters on fc1 and fc2.
+        room: rows that are free behind the weights of fc2 of each expert.
     """
 
     products: QuackProducts
     target: GradientTarget
     has_backward: bool
     scales: tuple[float, float]
+    room: int
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -121,6 +123,7 @@ def swiglu_experts(
     products: QuackProducts,
     target: GradientTarget,
     adapters: tuple[LowRank | None, LowRank | None] = (None, None),
+    room: int = 0,
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
 
@@ -136,8 +139,9 @@ def swiglu_experts(
         fc2: likewise, [hidden, ffn].
         products: the layer's GEMMs.
         target: where the weights' gradients go; those of adapters go through autograd.
-        adapters: on fc1 and on fc2.  Backward of the latter copies all weights of fc2 unless there
-            is room for its first factor behind each (`expert_stack.lay_out`).
+        adapters: on fc1 and on fc2.
+        room: rows that `expert_stack.lay_out` has left behind the weights of fc2, for the first
+            factor of its adapter; if these are too few, backward copies all weights.
 
     Returns:
         [num_rows, hidden].
@@ -148,7 +152,7 @@ def swiglu_experts(
         for tensor in (rows, probs, *factors, *fc1, *fc2)
     )
     of_fc1, of_fc2 = (pair.scale if pair else 1.0 for pair in adapters)
-    mode = Mode(products, target, has_backward, (of_fc1, of_fc2))
+    mode = Mode(products, target, has_backward, (of_fc1, of_fc2), room)
     result: Tensor = _SwigluExperts.apply(rows, probs, offsets, mode, *factors, *fc1, *fc2)
     return result
 
@@ -169,79 +173,105 @@ class _SwigluExperts(torch.autograd.Function):
     ) -> Tensor:
         fc1, fc2 = _halves(weights)
         rows, scale, ends = rows.contiguous(), _aligned(probs), F.pad(offsets, (1, 0))
-        products, (scale1, scale2) = mode.products, mode.scales
-        low1 = addend1 = low2 = addend2 = None
-        if a1 is not None and b1 is not None:
-            low1 = products.narrow("low1", rows, a1, ends, scale1)
-            addend1 = products.wide("wide1", low1, b1, ends, interleaved=True)
-        keep = mode.has_backward
-        gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, keep, addend1)
-        if a2 is not None and b2 is not None:
-            low2 = products.narrow("low2", activated, a2, ends, scale2)
-            addend2 = products.wide("wide2", low2, b2, ends)
+        products, keep = mode.products, mode.has_backward
+        low1, addend = _products_of(products, "1", rows, a1, b1, ends, mode.scales[0])
+        gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, keep, addend)
+        low2, addend = _products_of(products, "2", activated, a2, b2, ends, mode.scales[1])
         # The weights one by one, not their stack, which may be a copy that must not be kept.
         fc1_trained, _ = _halves(ctx.needs_input_grad[_WEIGHTS:])
         kept = rows if any(fc1_trained) or ctx.needs_input_grad[_A1] else None
         ctx.save_for_backward(kept, scale, ends, gate_up, a1, b1, a2, b2, low1, low2, *weights)
         ctx.mode, ctx.probs_dtype = mode, probs.dtype
-        return products.fc2(activated, stack_of(fc2), ends, addend2)
+        return products.fc2(activated, stack_of(fc2), ends, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probs, ends, gate_up, a1, b1, a2, b2, low1, low2, *weights = ctx.saved_tensors
-        (fc1, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
-        products: QuackProducts = mode.products
-        (scale1, scale2), wanted = mode.scales, ctx.needs_input_grad
-        fc1_trained, fc2_trained = _halves(wanted[_WEIGHTS:])
-        rows_grad = addend = a1_grad = b1_grad = a2_grad = b2_grad = None
-        fc1_grads: list[Tensor | None] = [None] * len(fc1)
-        fc2_grads = list(fc1_grads)
-
-        wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2)
-        if a2 is not None:
-            wide_grad = products.with_low_rank(grad, b2, ends, scale2)
-        of_fc2 = products.fc2_backward(wide_grad, stack, probs, gate_up, ends)
-        gate_up_grad, activated, probs_grad = of_fc2
-        if wanted[_A2]:
-            low2_grad = wide_grad[:, grad.shape[1] :]
-            a2_grad = products.factor_gradients(low2_grad, activated, ends)
-        if wanted[_B2]:
-            b2_grad = products.factor_gradients(grad, low2, ends)
-        if any(fc2_trained):
-            product = partial(products.weight_gradients, grad, activated, ends, False)
-            fc2_grads = store_weight_gradients(fc2, fc2_trained, product, mode.target)
-
-        if a1 is not None:
-            operands = (gate_up_grad, b1.mT, ends, scale1)
-            low1_grad = products.narrow("low1_grad", *operands, interleaved=True)
-            if wanted[0]:
-                addend = products.wide("rows_grad", low1_grad, a1.mT, ends)
-            if wanted[_A1]:
-                a1_grad = products.factor_gradients(low1_grad, rows, ends)
-            if wanted[_B1]:
-                b1_grad = products.factor_gradients(gate_up_grad, low1, ends, True)
-        if wanted[0]:
-            rows_grad = products.fc1_backward(gate_up_grad, stack_of(fc1), ends, addend)
-        if any(fc1_trained):
-            product = partial(products.weight_gradients, gate_up_grad, rows, ends, True)
-            fc1_grads = store_weight_gradients(fc1, fc1_trained, product, mode.target)
+        saved = ctx.saved_tensors  # once: what waits on the host is fetched each time
+        # What one linear needs is freed before the other one's begins.
+        of_fc2 = _backward_of_fc2(ctx, saved, grad)
+        gate_up_grad, probs_grad, a2_grad, b2_grad, fc2_grads = of_fc2
+        rows_grad, a1_grad, b1_grad, fc1_grads = _backward_of_fc1(ctx, saved, gate_up_grad)
         factors = (a1_grad, b1_grad, a2_grad, b2_grad)
-        rest = (*factors, *fc1_grads, *fc2_grads)
-        return rows_grad, probs_grad.to(ctx.probs_dtype), None, None, *rest
+        return rows_grad, probs_grad, None, None, *factors, *fc1_grads, *fc2_grads
+
+
+def _products_of(
+    products: QuackProducts,
+    linear: str,
+    rows: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    ends: Tensor,
+    scale: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """An adapter's products: scale * rows @ a^T, and that @ b^T, interleaved for fc1."""
+    if a is None or b is None:
+        return None, None
+    low = products.narrow(f"narrow{linear}", rows, a, ends, scale)
+    return low, products.wide(f"wide{linear}", low, b, ends, interleaved=linear == "1")
+
+
+def _backward_of_fc2(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
+    """The gradients of gate and up, of the probabilities, and of fc2's factors and weights."""
+    _, probs, ends, gate_up, _, _, a2, b2, _, low2, *weights = saved
+    (_, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
+    products, wanted = mode.products, ctx.needs_input_grad
+    wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2, mode.room)
+    if a2 is not None:
+        wide_grad = products.with_low_rank(grad, b2, ends, mode.scales[1])
+    of_fc2 = products.fc2_backward(wide_grad, stack, probs, gate_up, ends)
+    gate_up_grad, activated, probs_grad = of_fc2
+    a2_grad = b2_grad = None
+    if wanted[_A2]:
+        low2_grad = wide_grad[:, grad.shape[1] :]
+        a2_grad = products.factor_gradients(low2_grad, activated, ends)
+    if wanted[_B2]:
+        b2_grad = products.factor_gradients(grad, low2, ends)
+    _, is_trained = _halves(wanted[_WEIGHTS:])
+    fc2_grads: list[Tensor | None] = [None] * len(fc2)
+    if any(is_trained):
+        product = partial(products.weight_gradients, grad, activated, ends, False)
+        fc2_grads = store_weight_gradients(fc2, is_trained, product, mode.target)
+    return gate_up_grad, probs_grad.to(ctx.probs_dtype), a2_grad, b2_grad, fc2_grads
+
+
+def _backward_of_fc1(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
+    """The gradients of the rows, and of fc1's factors and weights; `grad`: of gate and up."""
+    rows, _, ends, _, a1, b1, _, _, low1, _, *weights = saved
+    (fc1, _), mode, wanted = _halves(weights), ctx.mode, ctx.needs_input_grad
+    products = mode.products
+    rows_grad = addend = a1_grad = b1_grad = None
+    if a1 is not None:
+        operands = (grad, b1.mT, ends, mode.scales[0])
+        low1_grad = products.narrow("low1_grad", *operands, interleaved=True)
+        if wanted[0]:
+            addend = products.wide("rows_grad", low1_grad, a1.mT, ends)
+        if wanted[_A1]:
+            a1_grad = products.factor_gradients(low1_grad, rows, ends)
+        if wanted[_B1]:
+            b1_grad = products.factor_gradients(grad, low1, ends, True)
+    if wanted[0]:
+        rows_grad = products.fc1_backward(grad, stack_of(fc1), ends, addend)
+    is_trained, _ = _halves(wanted[_WEIGHTS:])
+    fc1_grads: list[Tensor | None] = [None] * len(fc1)
+    if any(is_trained):
+        product = partial(products.weight_gradients, grad, rows, ends, True)
+        fc1_grads = store_weight_gradients(fc1, is_trained, product, mode.target)
+    return rows_grad, a1_grad, b1_grad, fc1_grads
 
 
 # Places among the arguments of forward.
 _A1, _B1, _A2, _B2, _WEIGHTS = 4, 5, 6, 7, 8
 
 
-def _with_factor(weights: Sequence[Tensor], a: Tensor) -> Tensor:
+def _with_factor(weights: Sequence[Tensor], a: Tensor, room: int) -> Tensor:
     """The weights of each expert, with the adapter's first factor as more rows."""
-    stack = with_room(weights, a.shape[1])
-    if stack is None:
+    stack, rank, rows = with_room(weights, room), a.shape[1], len(weights[0])
+    if stack is None or room < rank:
         return torch.cat([stack_of(weights), a], dim=1)
-    stack[:, len(weights[0]) :].copy_(a)
-    return stack
+    stack[:, rows : rows + rank].copy_(a)
+    return stack[:, : rows + rank]
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

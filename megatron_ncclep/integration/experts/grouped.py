@@ -57,6 +57,8 @@ class GroupedExperts:
     _products: QuackProducts | None = None
     _has_products: bool | None = None
     _laid_out: tuple[int, ...] = ()
+    _room = 0  # behind the weights of fc2 of each expert, in rows
+    _is_in_graph = False
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
@@ -112,11 +114,11 @@ class GroupedExperts:
         )
         products, adapters = self._products_of(rows), self.as_built.adapters
         factors = self._factors(rows) if products else None
-        room = factors[1].a.shape[1] if factors and factors[1] else 0
-        self._lay_out_frozen(fc1, fc2, room)
+        self._lay_out_frozen(fc1, fc2, factors[1].a.shape[1] if factors and factors[1] else 0)
         if products and factors:
             gemms = (products, target)
-            return swiglu_experts(rows, probs, offsets, fc1, fc2, *gemms, factors), None
+            layout = (factors, self._room)
+            return swiglu_experts(rows, probs, offsets, fc1, fc2, *gemms, *layout), None
         hidden = grouped_linear(rows, offsets, fc1, target, products=products)
         for adapter in adapters.get("linear_fc1", ()):
             add_adapter(hidden, rows, offsets, adapter, self.reverse_local_experts)
@@ -141,21 +143,24 @@ class GroupedExperts:
                 lay_out(weights, rows)
 
     def _lay_out_frozen(
-        self, fc1: list[torch.nn.Parameter], fc2: list[torch.nn.Parameter], room: int
+        self, fc1: list[torch.nn.Parameter], fc2: list[torch.nn.Parameter], rank: int
     ) -> None:
         """Lay frozen weights out again after something has moved them: `cuda()`, merged adapters.
 
         No buffer of Megatron's holds them, and without a view each product would copy them.  So it
-        is with `room` for an adapter's factor.
+        would without room for an adapter's factor of this `rank`, which is left when it is first
+        needed.  Once a CUDA graph holds the addresses, nothing is moved here.
         """
-        if (fc1[0].data_ptr(), fc2[0].data_ptr(), room) == self._laid_out:
-            return
         weights = [*fc1, *fc2]
-        # A graph would hold the addresses from which it copies.
-        captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captured and not any(w.requires_grad or hasattr(w, "main_grad") for w in weights):
-            self.lay_out_weights(room)
-        self._laid_out = (fc1[0].data_ptr(), fc2[0].data_ptr(), room)
+        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._is_in_graph = True
+        if (fc1[0].data_ptr(), fc2[0].data_ptr(), rank) == self._laid_out:
+            return
+        is_frozen = not any(w.requires_grad or hasattr(w, "main_grad") for w in weights)
+        if is_frozen and not self._is_in_graph:
+            self._room = max(self._room, rank)
+            self.lay_out_weights(self._room)
+        self._laid_out = (fc1[0].data_ptr(), fc2[0].data_ptr(), rank)
 
     def _factors(self, rows: Tensor) -> tuple[LowRank | None, LowRank | None] | None:
         """The adapters on fc1 and fc2 for `swiglu_experts`; None where it cannot compute these."""

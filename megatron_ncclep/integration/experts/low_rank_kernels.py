@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Columns of a program and rows of a step; rows of a program and columns of a step.
-_GRADIENTS = {"COLUMNS": 128, "STEP": 64, "num_warps": 4, "num_stages": 4}
-_LOW_RANK = {"ROWS": 64, "FEATURES": 128, "num_warps": 4, "num_stages": 3}
+_GRADIENTS = {"COLUMNS": 128, "STEP": 128, "num_warps": 4, "num_stages": 3}
+_LOW_RANK = {"ROWS": 64, "FEATURES": 256, "num_warps": 8, "num_stages": 3}
 
 
 def factor_gradients(grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool) -> Tensor:
