@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.integration.layer_engines import LayerEngines
-from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks
+from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks, groups_of
 
 pytestmark = pytest.mark.each_release
 
@@ -148,6 +149,14 @@ def test_all_ranks_of_a_grid_learn_the_largest(ctx: RankContext) -> None:
         number = torch.tensor(10 * (ctx.rank == largest))
         assert ranks.largest([number, -ctx.rank], "a test") == [10, 0]
     assert gathered(ctx, ranks.is_first) == [True, False, False, False]
+    alone = parallel_state.get_tensor_model_parallel_group()
+    own = SimpleNamespace(tp=alone, pp=stages, dp_cp=replicas)
+    wrapped = SimpleNamespace(module=SimpleNamespace(pg_collection=own))
+    world = [torch.distributed.group.WORLD]
+    assert groups_of(wrapped, None) == groups_of(SimpleNamespace(), None) == world
+    # A schedule's caller says which of them it means, and need not name all.
+    assert groups_of(wrapped, SimpleNamespace(tp=alone, pp=alone)) == [replicas]
+    assert groups_of(wrapped, SimpleNamespace(pp=alone, dp_cp=alone)) == [alone]
 
 
 def test_a_copy_of_a_model_clears_its_own_gradients(ctx: RankContext) -> None:
