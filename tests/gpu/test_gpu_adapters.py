@@ -46,6 +46,10 @@ def compare(ctx: RankContext, engine: str, adapted: Change, **options: Any) -> N
 
 
 @needs_te
+@pytest.mark.supports(
+    "adapters on grouped experts",
+    compared="outputs and all gradients with Megatron's experts, 2 % of the largest (bf16)",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters(ctx: RankContext, engine_name: str, name: str) -> None:
     _, adapted = ADAPTED[name]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,14 +32,15 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
         tensors: of one shape and dtype.
     """
     first, last = tensors[0], tensors[-1]
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
     size = first.element_size()
     step = addresses[1] - addresses[0] if len(tensors) > 1 else first.numel() * size
     if (
         step < first.numel() * size
         or any((addresses[0] % ADDRESS_BYTES, step % ADDRESS_BYTES))
-        or any(b - a != step for a, b in pairwise(addresses))
-        or not all(tensor.is_contiguous() for tensor in tensors)
+        # Every pass asks, so this is no loop of Python's.
+        or addresses != list(range(addresses[0], addresses[-1] + 1, step))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
         or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
     ):
         return None

@@ -221,9 +221,26 @@ def class_problem(experts: Any) -> str | None:
             "Megatron's own layer specs build"
         )
     for name, module in experts.named_modules():
-        if not type(module).__module__.startswith(_KNOWN_MODULES):
-            return f"{name} of the class {type(module).__name__} in the experts of a layer's spec"
+        kind = type(module)
+        if not kind.__module__.startswith(_KNOWN_MODULES):
+            return f"{name} of the class {kind.__name__} in the experts of a layer's spec"
+        for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+            if origin := _foreign(forward):
+                return f"{name or 'experts'} ({kind.__name__}) has another forward, of {origin}"
     return AsBuilt(experts).change()
+
+
+def _foreign(forward: Any) -> str | None:
+    """The module that `forward` is of, if none of those that define the classes; else None.
+
+    Each layer of its decorators has the name of what it wraps, but its own module's globals.
+    """
+    while forward is not None:
+        origin = str(getattr(forward, "__globals__", {}).get("__name__"))
+        if not origin.startswith((*_KNOWN_MODULES, "torch.")):
+            return origin
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 def group_experts(experts: Any, reverse_local_experts: bool = False) -> None:
