@@ -39,7 +39,7 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
         step < first.numel() * size
         or any((addresses[0] % ADDRESS_BYTES, step % ADDRESS_BYTES))
         # Every pass asks, so this is no loop of Python's.
-        or addresses != list(range(addresses[0], addresses[-1] + 1, step))
+        or addresses != list(range(addresses[0], addresses[0] + step * len(tensors), step))
         or not all(map(torch.Tensor.is_contiguous, tensors))
         or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
     ):

@@ -228,6 +228,15 @@ def test_no_view(tensors: list[Tensor]) -> None:
     assert torch.equal(stack_of(tensors), torch.stack(tensors))
 
 
+def test_no_view_over_far_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of which the last one was in another part of the address space, as after threads have
+    allocated them, made the host count from one to the other in a list: a MemoryError, or seconds.
+    """
+    addresses = iter([2**12, 2**13, 2**50])
+    monkeypatch.setattr(Tensor, "data_ptr", lambda self: next(addresses))
+    assert view_of(buffer_views([1, 2, 3])) is None
+
+
 # ---- devices
 
 
