@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -175,7 +176,7 @@ def _fingerprint(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
-        digest.update(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n"))
     return digest.hexdigest()
 
 

@@ -253,6 +253,15 @@ def test_corpus_is_reused_until_the_text_changes(tmp_path: Path):
     assert second.num_train_tokens < first.num_train_tokens
 
 
+def test_a_file_name_that_is_not_utf8(tmp_path: Path):
+    """Old archives have some: with one in the folder of --text, training ended in a
+    UnicodeEncodeError of the first rank.
+    """
+    text = write_text(tmp_path / os.fsdecode(b"caf\xe9.txt"))
+    made = corpus.prepare([str(text)], tmp_path / "data")
+    assert corpus.prepare([str(text)], tmp_path / "data") == made
+
+
 def test_samples_of_a_step_do_not_depend_on_the_ranks():
     import torch
 
