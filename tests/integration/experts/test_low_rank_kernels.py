@@ -59,8 +59,7 @@ class Launches:
         is_multiple = [isinstance(v, torch.Tensor) or v % 16 == 0 for v in named.values()]
         attrs = {(i,): [["tt.divisibility", 16]] for i, is_one in enumerate(is_multiple) if is_one}
         signature |= dict.fromkeys(constants, "constexpr")
-        places = {(self.kernel.arg_names.index(name),): v for name, v in constants.items()}
-        source = ASTSource(self.kernel, signature, places, attrs)
+        source = ASTSource(self.kernel, signature, constants, attrs)
         options = {"num_warps": num_warps, "num_stages": num_stages}
         target = GPUTarget("cuda", 90, 32)
         compiled: Any = compile_kernel(source, target=target, options=options)
