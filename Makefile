@@ -90,8 +90,9 @@ $(READY): pyproject.toml setup.py $(wildcard constraints/*.txt) scripts/setup_ve
 	@touch $@
 
 $(BUILT): $(READY) $(shell find csrc -type f)
+	@touch $@.begin  # sources that change meanwhile are newer
 	$(BIN)/python setup.py --quiet build_ext --inplace
-	@touch $@
+	@mv $@.begin $@
 
 clean:  ## remove the output of the other targets, including the environments; runs/ stays
 	rm -rf .venv* build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

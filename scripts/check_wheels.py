@@ -148,7 +148,7 @@ def sort_into(folder: Path, files: list[Path], text: str) -> None:
 
 
 def main() -> int:
-    """Check, and print a line for each file; return 0 or raise."""
+    """Check each file and print what was found, at once; return 0 or raise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--look", action="store_true")
@@ -159,17 +159,18 @@ def main() -> int:
     wheels, sdists = sorted(args.folder.glob("*.whl")), sorted(args.folder.glob("*.tar.gz"))
     if not wheels or [path.name for path in sdists] != [f"megatron_ncclep-{VERSION}.tar.gz"]:
         raise SystemExit(f"{args.folder} needs wheels and one source distribution of {VERSION}")
-    lines = [f"{path.stat().st_size / 1e6:5.1f} MB  {path.name}" for path in sdists]
+    size = "{:5.1f} MB  {}".format
+    for path in sdists:
+        print(size(path.stat().st_size / 1e6, path.name), flush=True)
     for wheel in wheels:
         machine, version, built = look(wheel)
+        print(f"{size(wheel.stat().st_size / 1e6, wheel.name)}: {built}", flush=True)
         python = None if args.look or machine != platform.machine() else find_python(version)
         if python is not None:
             install_and_run(wheel.resolve(), python)
-        done = f"ran with Python {version}" if python else "looked into"
-        lines.append(f"{wheel.stat().st_size / 1e6:5.1f} MB  {wheel.name}: {built}; {done}")
+            print(f"          ran with Python {version}", flush=True)
     if args.sort_into:
         sort_into(args.sort_into, [*sdists, *wheels], text)
-    print("\n".join(lines))
     return 0
 
 

@@ -5,6 +5,7 @@ names, attributes and results.  tests/integration/experts/test_bridge_adapters.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ def named(module: str, attributes: str = "") -> Any:
 
     def change(kind: Any) -> Any:
         kind.__module__ = module
+        if (own := vars(kind).get("forward")) is not None:
+            names = {**globals(), "__name__": module}
+            kind.forward = FunctionType(
+                own.__code__, names, "forward", own.__defaults__, own.__closure__
+            )
+            kind.forward.__qualname__ = own.__qualname__
         made = kind.__init__
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

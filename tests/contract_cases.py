@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 
 import torch
 from oracle import oracle_rows_limit
@@ -25,6 +26,9 @@ from megatron_ncclep.engines.native.engine import CAPS_OVER_DOMAINS
 GROUP_LIMITS = ("min_ranks", "max_local_experts")
 # and those that show only when rows are moved: a plan is made without them.
 PAYLOAD_LIMITS = ("payload_dtypes", "row_bytes_multiple")
+
+# All that a rank may know of another one that has refused a call, where hosts share no memory.
+OF_A_REFUSAL = re.compile(r"\w+: rank \d has refused a call: look at its output")
 
 # Library shapes, what `for_engine` turns a case into: experts on each rank -> dtypes, most wanted
 # first, and one hidden size.  Four combinations for each number of ranks; the second number of

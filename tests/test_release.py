@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -117,6 +119,74 @@ def test_wheels_of_several_pythons_share_kernels(
     assert capsys.readouterr().out.count("csrc/native/plan/plan.cu: ") == 2
 
 
+TOOLKIT = """#!/bin/sh
+here=$(dirname "$0")
+[ "$1" != --version ] || exec echo "release 13.0"
+[ ! -e "$here/edited" ] || { sleep 0.1; touch "$(cat "$here/edited")"; }
+echo "$2" >>"$here/calls"
+touch "$4"
+"""
+
+
+def test_what_a_change_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that was saved while the kernels were compiled, for two minutes, was older than what
+    had been made without it, so the next build found nothing to do.
+    """
+    kernels = plan, wide = ["csrc/native/plan/plan.cu", "csrc/native/wide/plan.cu"]
+    header, device, other = "csrc/common/a.h", "csrc/native/b.cuh", "csrc/host/c.cpp"
+    for name in (*kernels, header, device, other, "bin/nvcc", "include/cuda_runtime.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(TOOLKIT)
+        os.utime(tmp_path / name, (1, 1))
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    (tmp_path / "megatron_ncclep").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "megatron_ncclep/version.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
+    for name, value in (("CUDA_HOME", "."), ("NCCL_HOME", "."), ("NCCLEP_BUILD_EXTENSION", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NCCLEP_CUDA_ARCHITECTURES", raising=False)
+    calls, linked = tmp_path / "bin" / "calls", list[str]()
+
+    def link(command: Any, extension: Any) -> None:
+        linked.append(extension.name)
+        path = Path(command.get_ext_fullpath(extension.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"CUDA 13.0 for sm_90 compute_90 sm_100 with NCCL \0")
+
+    def build() -> set[str]:
+        """The kernels that are compiled."""
+        calls.write_text("")
+        linked.clear()
+        made = runpy.run_path("setup.py")
+        given = {"name": "megatron_ncclep", "ext_modules": made["extensions"]()}
+        command = made["BuildExtension"](setuptools.Distribution(given))
+        command.build_lib, command.build_temp = "lib", "build/temp"
+        monkeypatch.setattr(type(command), "build_extension", link)
+        command.ensure_finalized()
+        command.run()
+        found = {str(Path(line).relative_to(tmp_path)) for line in calls.read_text().split()}
+        assert len(linked) == (2 if found or touched == other else 0)
+        return found
+
+    touched = ""
+    assert build() == {*kernels}
+    assert build() == set()
+    for touched in (header, device, plan, wide, other):
+        (tmp_path / touched).touch()
+        assert build() == {wide: {wide}, other: set()}.get(touched, {*kernels}), touched
+    edited = tmp_path / "bin" / "edited"
+    edited.write_text(header)
+    touched = plan
+    (tmp_path / plan).touch()
+    assert build() == {*kernels}
+    edited.unlink()
+    assert build() == {*kernels}, "their sources changed meanwhile"
+    touched = ""
+    assert build() == set()
+
+
 def test_an_extension_for_another_processor_has_its_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had this machine's: wheels for aarch64 took a variable with it, one build per Python."""
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
@@ -189,6 +259,32 @@ def test_wheels_that_must_not_be_uploaded(
 ) -> None:
     with pytest.raises(SystemExit, match=re.escape(problem)):
         check_wheels.look(made(tmp_path, **changes))
+
+
+def test_what_was_checked_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Installing four wheels takes minutes without a line; after a failure nobody knew of which."""
+    made(tmp_path)
+    made(tmp_path, CUDA_12, f"{__version__}+cu12")
+    (tmp_path / f"megatron_ncclep-{__version__}.tar.gz").touch()
+    installed: list[str] = []
+
+    def install_and_run(wheel: Path, python: str) -> None:
+        installed.append(capsys.readouterr().out)
+        if len(installed) > 1:
+            raise subprocess.CalledProcessError(1, "ncclep doctor")
+
+    monkeypatch.setattr(check_wheels, "find_python", lambda version: "python")
+    monkeypatch.setattr(check_wheels, "install_and_run", install_and_run)
+    monkeypatch.setattr(sys, "argv", ["check_wheels.py", str(tmp_path)])
+    with pytest.raises(subprocess.CalledProcessError):
+        check_wheels.main()
+    first, second = installed
+    assert ".tar.gz\n" in first
+    assert f"{__version__}+cu12-{TAGS}.whl: {CUDA_12}\n" in first
+    assert f"{__version__}-{TAGS}.whl: {CUDA_13}\n" in second
+    assert second.count("ran with Python 3.12") == 1
 
 
 @pytest.mark.parametrize(

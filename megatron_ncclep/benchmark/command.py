@@ -10,6 +10,7 @@ Exit status: 0; 1 if a result is wrong, a subject fails, or one that --subjects 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -28,7 +29,7 @@ from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.job import Job
 from megatron_ncclep.benchmark.ranks import Ranks
 from megatron_ncclep.benchmark.result import Measured
-from megatron_ncclep.cli import config_files
+from megatron_ncclep.cli import config_files, folder_lock
 from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
@@ -99,14 +100,13 @@ def measure(
     # torchrun sets both for every process that it starts.
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     job = make_job(args, kind, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
-    if not args.overwrite and Path(job.out, "bench.json").exists():
-        raise InputError(f"--out {job.out} holds results: give --overwrite, or another --out")
-    try:  # now, so that results are not lost because there is no folder
-        Path(job.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {job.out}: {error.strerror}: give another folder") from error
-    found = _measure_as_rank(job) if under_torchrun else _measure_in_ranks(job)
-    return _write(job, found, command, render)
+    # Now, so that results are not lost because the folder cannot be written.
+    writes = not under_torchrun or os.environ["RANK"] == "0"
+    with folder_lock.held(Path(job.out)) if writes else contextlib.nullcontext():
+        if not args.overwrite and Path(job.out, "bench.json").exists():
+            raise InputError(f"--out {job.out} holds results: give --overwrite, or another --out")
+        found = _measure_as_rank(job) if under_torchrun else _measure_in_ranks(job)
+        return _write(job, found, command, render)
 
 
 def make_job(args: argparse.Namespace, kind: type[Job], world_size: int | None) -> Any:

@@ -224,8 +224,11 @@ def _change_layer(original: Any) -> Any:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
+        with names_variable(put_in_place(bound.arguments["config"])):
+            build(self, bound, *args, **kwargs)
+
+    def build(self: Any, bound: inspect.BoundArguments, *args: Any, **kwargs: Any) -> None:
         config = bound.arguments["config"]
-        put_in_place(config)
         if getattr(config, TYPE_FIELD) != NAME:
             _refuse_ignored_experts(config)
             original(self, *args, **kwargs)
@@ -315,7 +318,8 @@ def _change_transformer_layer(original: Any) -> Any:
         original(self, *args, **kwargs)
         dispatcher = type(getattr(self.mlp, "token_dispatcher", None))
         if dispatcher.__module__ == _DISPATCHER_MODULE:
-            _check_graphs(self.mlp, captured_in(self))
+            with names_variable(put_in_place(self.config)):
+                _check_graphs(self.mlp, captured_in(self))
 
     return init
 

@@ -127,20 +127,22 @@ def main(args: argparse.Namespace) -> int:
         from megatron_ncclep.ranks import topology  # imports torch, which takes seconds
 
         topology.require_gpus(job.ranks)
-    with remarks_hidden():
-        job.prepare()  # mistakes are reported before any rank starts
-    with tempfile.TemporaryDirectory(prefix="ncclep-train-") as reports:
-        status = _start_ranks(job, args.argv, Path(reports))
+    with contextlib.ExitStack() as stack:
+        with remarks_hidden():  # mistakes are reported before any rank starts
+            lock = stack.enter_context(job.prepared())
+        reports = stack.enter_context(tempfile.TemporaryDirectory(prefix="ncclep-train-"))
+        status = _start_ranks(job, args.argv, Path(reports), lock)
         # What a rank has said stands far above torchrun's own report of the failure.
         if status and (report := first_report(Path(reports))):
             print(f"ncclep train: error: {report}", file=sys.stderr)
     return status
 
 
-def _start_ranks(job: Job, argv: list[str], reports: Path) -> int:
+def _start_ranks(job: Job, argv: list[str], reports: Path, lock: int) -> int:
     """Start this command as ranks of torchrun, wait, and return their exit status.
 
-    torchrun makes a folder of each rank in `reports`, for the rank's report of its error.
+    torchrun makes a folder of each rank in `reports`, for the rank's report of its error.  It has
+    the file `lock`, too: what it starts may outlive this process.
     """
     # This process has already warned about variables that nothing reads.
     unknown = unknown_variables()
@@ -156,7 +158,7 @@ def _start_ranks(job: Job, argv: list[str], reports: Path) -> int:
     print(f"starting {job.ranks} ranks, which takes a few seconds", flush=True)
     # torchrun and its ranks start with Ctrl-C blocked; only this process acts on it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with subprocess.Popen(command, env=environment) as child:
+    with subprocess.Popen(command, env=environment, pass_fds=[lock]) as child:
         interrupt = _Interrupt(child)
         before = signal.signal(signal.SIGINT, interrupt)
         before_term = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())

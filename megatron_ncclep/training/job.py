@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ncclep import envs
+from megatron_ncclep.cli import folder_lock
 from megatron_ncclep.config import EpConfig, given_options
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.training import checkpoint, corpus, log
@@ -88,6 +91,8 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if not self.out:
+            raise InputError("--out is empty: name a folder, such as runs/train")
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite contradict each other: give one of them")
 
@@ -121,18 +126,32 @@ class Job:
         """The folder of the checkpoints of the training with `dispatcher`."""
         return self._folder(dispatcher) / "checkpoint"
 
-    def prepare(self) -> None:
+    @contextmanager
+    def prepared(self) -> Iterator[int]:
         """Check everything that one process can check, make the corpus, and prepare `out`.
 
-        Not collective: one process calls it before the others read `out`.
+        Not collective: one process calls it before the others read `out`.  Until the end of the
+        `with`, no other run writes there.
+
+        Yields:
+            The lock's file, for the processes that train.
 
         Raises:
-            InputError: wrong settings or text, or `out` holds a run and the job does not say what
-                to do with it.
+            InputError: wrong settings or text, `out` holds a run and the job does not say what to
+                do with it, or another run is writing there.
         """
+        import psutil  # type: ignore[import-untyped]
+
         settings = self.settings()
         if "ncclep" in self.dispatchers():
             EpConfig.resolve(**self.options)
+        # The command that started this rank has done the same before, and holds the lock.
+        parents = [process.pid for process in psutil.Process().parents()]
+        with folder_lock.held(Path(self.out), parents) as lock:
+            self._prepare(settings)
+            yield lock
+
+    def _prepare(self, settings: Settings) -> None:
         try:
             earlier = [] if self.resume else self._earlier_results()
             prepared = corpus.prepare(self.text, self.data_folder)
@@ -163,8 +182,6 @@ class Job:
 
     def _earlier_results(self) -> list[Path]:
         """The results of an earlier run in `out`, which may be replaced."""
-        if not self.out:
-            raise InputError("--out is empty: name a folder, such as runs/train")
         out = Path(self.out)
         folders = [out, *(out / dispatcher for dispatcher in DISPATCHERS)]
         results = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -33,14 +34,13 @@ def run(job: Job) -> None:
     with remarks_hidden():
         device = _start(job)
         try:
-            if dist.get_rank() == 0:
-                job.prepare()
-            dist.barrier()
-            done = all(
-                Training(job, name, device, interruption).run() for name in job.dispatchers()
-            )
-            if done and dist.get_rank() == 0:
-                report.finish(job)
+            with job.prepared() if dist.get_rank() == 0 else contextlib.nullcontext():
+                dist.barrier()
+                done = all(
+                    Training(job, name, device, interruption).run() for name in job.dispatchers()
+                )
+                if done and dist.get_rank() == 0:
+                    report.finish(job)
             # Held until the group is destroyed: up to torch 2.7 a thread of gloo that frees a
             # collective needs Python's lock, which this thread keeps while it destroys the group
             # and waits for that one.

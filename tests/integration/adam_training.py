@@ -20,7 +20,7 @@ SAME = {"cpu": 2e-6, "cuda": 1e-5}
 
 
 class Training(Model):
-    """A GPTModel with Megatron's optimizer, Adam, always trained on the same batch, in fp32."""
+    """A GPTModel with Megatron's optimizer, Adam, always trained on the same batch."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class Training(Model):
                 # own size.
                 adam_eps=1e-4,
                 params_dtype=case.dtype,
+                bf16=case.dtype is torch.bfloat16,
                 use_distributed_optimizer=distributed,
                 overlap_param_gather=distributed,
             ),

@@ -166,6 +166,15 @@ def freeze_some(layer: Any, seen: Seen) -> None:
         weight.requires_grad_(False)
 
 
+def tie(layer: Any, seen: Seen) -> None:
+    """Give two experts one weight."""
+    linears = [m for m in layer.experts.modules() if "weight" in m._parameters]
+    if linears:  # one for each expert, fc1 and fc2 in turn
+        linears[2].weight = linears[0].weight
+    else:
+        layer.experts.linear_fc1.weight1 = layer.experts.linear_fc1.weight0
+
+
 def do_nothing(layer: Any, seen: Seen) -> None:
     pass
 
@@ -211,6 +220,8 @@ CHANGES = {
     "frozen": Change(freeze),
     "frozen after DDP": Change(freeze, after_ddp=True),
     "some frozen": Change(freeze_some),
+    # Fused, GEMMs of TransformerEngine's that run at the same time would add to it.
+    "tied weights": Change(tie, fuses=False),
     "some frozen after DDP": Change(freeze_some, after_ddp=True),
 }
 

@@ -179,10 +179,11 @@ import subprocess, sys
 sys.exit(subprocess.call([{python!r}, "-c", {rank!r}]))
 """
 START = """
-import sys, types
+import os, sys, types
 from megatron_ncclep.training.command import _start_ranks
 sys.executable = sys.argv[1]
-sys.exit(_start_ranks(types.SimpleNamespace(ranks=2, device="cpu"), [], "/tmp"))
+lock = os.open(os.devnull, os.O_RDONLY)
+sys.exit(_start_ranks(types.SimpleNamespace(ranks=2, device="cpu"), [], "/tmp", lock))
 """
 
 

@@ -164,6 +164,13 @@ def test_the_last_line_says_what_a_killed_rank_did(arguments: tuple[str, ...], t
         assert job.poll() is None, "the job ended by itself"
         assert time.monotonic() < deadline, "the job does not start to train"
         time.sleep(0.2)
+    # Both wrote one log, and deleted each other's unfinished checkpoints.
+    again = command(*arguments, "--out", log.parent, "--steps", 1, "--overwrite")
+    second = subprocess.run(
+        again, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert f"error: --out {log.parent}: process {job.pid} on " in second.stderr
+    assert (second.returncode, second.stdout) == (2, "")
     children = psutil.Process(job.pid).children(recursive=True)
     assert len(children) >= 3, "torchrun and two ranks"
     ranks = {child.environ().get("RANK"): child for child in children}
@@ -194,7 +201,8 @@ def test_ranks_start_where_the_name_of_the_host_is_unknown(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(NAMELESS)
     start = (
         "import types, pathlib; from megatron_ncclep.training.command import _start_ranks; "
-        "_start_ranks(types.SimpleNamespace(ranks=2, device='cpu'), ['--version'], pathlib.Path())"
+        "job = types.SimpleNamespace(ranks=2, device='cpu'); "
+        "_start_ranks(job, ['--version'], pathlib.Path(), 0)"
     )
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     done = subprocess.run(

@@ -1,8 +1,13 @@
-"""Low-rank products of all experts, added to the results of their linears."""
+"""Low-rank products of all experts, added to the results of their linears.
+
+`add_adapter` does that for any adapter, with products of its own.  Where the experts are one node
+of autograd (fused_swiglu.py), that node takes the factors, as `low_rank` returns them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +16,40 @@ from torch import Tensor, nn
 from megatron_ncclep.integration.experts.adapters import Adapter, weights_in
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
 from megatron_ncclep.integration.experts.grouped_linear import grouped_product
+
+
+class LowRank(NamedTuple):
+    """An adapter's factors for all experts, and what its product is multiplied by.
+
+    Attributes:
+        a: [num_experts, rank, in_features], in the blocks' order.
+        b: [num_experts, out_features, rank].
+        scale: of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def low_rank(
+    adapters: Sequence[Adapter], num_experts: int, last_expert_first: bool, dtype: torch.dtype
+) -> LowRank | None:
+    """Return a linear's adapter as contiguous factors, whose gradients go through autograd.
+
+    Args:
+        adapters: of the linear, one at least.
+        num_experts, last_expert_first: of the blocks.
+        dtype: of the rows.
+
+    Returns:
+        None where `add_adapter` has to do it: for several adapters, dropout, another dtype.
+    """
+    adapter = adapters[0]
+    if len(adapters) > 1 or adapter.dropout:
+        return None
+    a, b = _factors(adapter, num_experts, last_expert_first)
+    return LowRank(a.contiguous(), b.contiguous(), adapter.scale) if a.dtype is dtype else None
 
 
 def add_adapter(
@@ -38,20 +77,24 @@ def add_adapter(
     Returns:
         result.
     """
-    a, b = (_stack(factor, len(offsets), last_expert_first) for factor in (adapter.a, adapter.b))
+    a, b = _factors(adapter, len(offsets), last_expert_first)
     rows = rows.to(a.dtype)
     if adapter.dropout and not adapter.drops_last:
         rows, make_rows_again = F.dropout(rows, adapter.dropout), None
-    # Rows of the small product begin at addresses that grouped GEMMs accept.
-    lacking = -a.shape[1] % (ADDRESS_BYTES // a.element_size())
-    if lacking:
-        a, b = F.pad(a, (0, 0, 0, lacking)), F.pad(b, (0, lacking))
     # Scaled here, where it is smallest.
     low = grouped_product(rows, offsets, a, make_rows_again) * adapter.scale
     product = grouped_product(low, offsets, b)
     if adapter.dropout and adapter.drops_last:
         product = F.dropout(product, adapter.dropout)
     return result.add_(product)
+
+
+def _factors(adapter: Adapter, num_experts: int, last_expert_first: bool) -> tuple[Tensor, Tensor]:
+    """The adapter's factors of all experts, as in `LowRank`."""
+    a, b = (_stack(factor, num_experts, last_expert_first) for factor in (adapter.a, adapter.b))
+    # Rows of the small product begin at addresses that grouped GEMMs accept.
+    lacking = -a.shape[1] % (ADDRESS_BYTES // a.element_size())
+    return (F.pad(a, (0, 0, 0, lacking)), F.pad(b, (0, lacking))) if lacking else (a, b)
 
 
 def _stack(factor: Sequence[nn.Module], num_experts: int, last_expert_first: bool) -> Tensor:
@@ -65,4 +108,21 @@ def _stack(factor: Sequence[nn.Module], num_experts: int, last_expert_first: boo
     (weight,) = weights
     if weight.dim() == 2:
         return weight.expand(num_experts, *weight.shape)
-    return weight.flip(0) if last_expert_first else weight
+    reverse: Callable[[Tensor], Tensor] = _Reverse.apply
+    return reverse(weight) if last_expert_first else weight
+
+
+class _Reverse(torch.autograd.Function):
+    """weight.flip(0), which takes one element at a time, eight bytes at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        words = weight.contiguous().view(len(weight), -1)
+        if words.shape[1] * words.element_size() % 8 == 0:
+            words = words.view(torch.int64)
+        return words.flip(0).view(weight.dtype).view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result: Tensor = _Reverse.apply(grad)
+        return result

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules import module as of_torch
 
 from megatron_ncclep.integration.experts.adapters import Adapter, Pair, together, unread, what_is_in
 
@@ -25,6 +26,9 @@ _HOOKS = {
     "_backward_hooks": "a backward hook",
     "_backward_pre_hooks": "a backward pre-hook",
 }
+# Hooks of all modules of the process, and what they are.
+_GLOBAL_HOOKS = [(getattr(of_torch, f"_global{name}"), kind) for name, kind in _HOOKS.items()]
+_ANY = [hooks for hooks, _ in _GLOBAL_HOOKS]
 
 
 class _Built(NamedTuple):
@@ -84,6 +88,9 @@ class AsBuilt:
         Every pass asks, so this looks at attributes only: a few us of host time.
         """
         if self.found is not None:
+            return self.found
+        if any(_ANY):
+            self.found = next(f"all modules have {kind}" for hooks, kind in _GLOBAL_HOOKS if hooks)
             return self.found
         if self._changed() is not None:
             self._take_adapters()

@@ -13,8 +13,8 @@ is no view, and weights are copied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,14 +32,15 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
         tensors: of one shape and dtype.
     """
     first, last = tensors[0], tensors[-1]
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
     size = first.element_size()
     step = addresses[1] - addresses[0] if len(tensors) > 1 else first.numel() * size
     if (
         step < first.numel() * size
         or any((addresses[0] % ADDRESS_BYTES, step % ADDRESS_BYTES))
-        or any(b - a != step for a, b in pairwise(addresses))
-        or not all(tensor.is_contiguous() for tensor in tensors)
+        # Every pass asks, so this is no loop of Python's.
+        or addresses != list(range(addresses[0], addresses[-1] + 1, step))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
         or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
     ):
         return None
@@ -54,10 +55,34 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.detach() for tensor in tensors]) if view is None else view
 
 
-def lay_out(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Move the parameters' data into one storage, in the order given; values stay the same."""
+def lay_out(parameters: Sequence[torch.nn.Parameter], room: int = 0) -> None:
+    """Move the parameters' data into one storage, in the order given; values stay the same.
+
+    Args:
+        parameters: one [out_features, in_features] for each expert.
+        room: so many rows are left free behind each, for `with_room`.
+    """
     # Autograd would refuse what an evaluation in inference mode has moved.
     with torch.inference_mode(parameters[0].is_inference()):
-        stack = torch.stack([parameter.detach() for parameter in parameters])
-        for parameter, data in zip(parameters, stack, strict=True):
-            parameter.data = data
+        first = parameters[0].detach()
+        rows, columns = first.shape
+        stack = first.new_empty(len(parameters), rows + room, columns)
+        for parameter, data in zip(parameters, stack[:, :rows], strict=True):
+            parameter.data = data.copy_(parameter.detach())
+
+
+def with_room(parameters: Sequence[Tensor], room: int) -> Tensor | None:
+    """Return the parameters and the rows behind each, [number, out_features + room, in_features].
+
+    None unless `lay_out` has left just this room and nothing has moved them since.  Writing into
+    the room changes no parameter, and autograd does not take it for a change.
+    """
+    first, view = parameters[0].data, view_of(parameters)
+    shape = (len(parameters), first.shape[0] + room, first.shape[1])
+    if view is None or view.stride(0) != shape[1] * shape[2]:
+        return None
+    # A storage of another size has other tensors between these.
+    size = math.prod(shape) * first.element_size()
+    if first.storage_offset() or first.untyped_storage().nbytes() != size:
+        return None
+    return first.as_strided(shape, (shape[1] * shape[2], shape[2], 1))

@@ -1,4 +1,7 @@
-"""An expert layer with SwiGLU as one autograd node: two GEMMs in forward, four in backward."""
+"""An expert layer with SwiGLU as one autograd node: two GEMMs in forward, four in backward.
+
+Adapters on its linears are part of the node.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_ncclep.integration.experts.expert_stack import stack_of
+from megatron_ncclep.integration.experts.adapter_product import LowRank
+from megatron_ncclep.integration.experts.expert_stack import stack_of, with_room
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
 from megatron_ncclep.integration.experts.main_grad import (
     GradientTarget,
@@ -43,11 +47,15 @@ class Mode:
         products: the layer's GEMMs.
         target: where the weights' gradients go.
         has_backward: a backward pass will follow.
+        scales: of the products of the adapters on fc1 and fc2.
+        room: rows that are free behind the weights of fc2 of each expert.
     """
 
     products: QuackProducts
     target: GradientTarget
     has_backward: bool
+    scales: tuple[float, float]
+    room: int
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -56,6 +64,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{PACKAGE} has no kernels for a {device.type.upper()}"
     if reason := untried_pair():
         return reason
+    if find_spec("triton") is None:
+        return "adapters' kernels need the package triton, which torch for GPUs brings"
     for module in _MODULES:
         spec = find_spec(module)
         if spec is None or spec.origin is None:
@@ -112,11 +122,13 @@ def swiglu_experts(
     fc2: Sequence[Tensor],
     products: QuackProducts,
     target: GradientTarget,
+    adapters: tuple[LowRank | None, LowRank | None] = (None, None),
+    room: int = 0,
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
 
-    Gate and up, the probabilities, and the rows unless fc1 is frozen, are kept for backward.  The
-    host reads nothing.
+    Gate and up, the probabilities, and the rows unless fc1 is frozen and has no adapter, are kept
+    for backward.  The host reads nothing.
     Rows after the last block may hold anything; their results and gradients are undefined.
 
     Args:
@@ -126,57 +138,140 @@ def swiglu_experts(
         fc1: one parameter [2 * ffn, hidden] for each block, in the blocks' order, gates first.
         fc2: likewise, [hidden, ffn].
         products: the layer's GEMMs.
-        target: where the weights' gradients go.
+        target: where the weights' gradients go; those of adapters go through autograd.
+        adapters: on fc1 and on fc2.
+        room: rows that `expert_stack.lay_out` has left behind the weights of fc2, for the first
+            factor of its adapter; if these are too few, backward copies all weights.
 
     Returns:
         [num_rows, hidden].
     """
+    factors = [each for pair in adapters for each in (pair[:2] if pair else (None, None))]
     has_backward = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (rows, probs, *fc1, *fc2)
+        tensor is not None and tensor.requires_grad
+        for tensor in (rows, probs, *factors, *fc1, *fc2)
     )
-    mode = Mode(products, target, has_backward)
-    result: Tensor = _SwigluExperts.apply(rows, probs, offsets, mode, *fc1, *fc2)
+    of_fc1, of_fc2 = (pair.scale if pair else 1.0 for pair in adapters)
+    mode = Mode(products, target, has_backward, (of_fc1, of_fc2), room)
+    result: Tensor = _SwigluExperts.apply(rows, probs, offsets, mode, *factors, *fc1, *fc2)
     return result
 
 
 class _SwigluExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, probs: Tensor, offsets: Tensor, mode: Mode, *weights: Tensor
+        ctx: Any,
+        rows: Tensor,
+        probs: Tensor,
+        offsets: Tensor,
+        mode: Mode,
+        a1: Tensor | None,
+        b1: Tensor | None,
+        a2: Tensor | None,
+        b2: Tensor | None,
+        *weights: Tensor,
     ) -> Tensor:
         fc1, fc2 = _halves(weights)
         rows, scale, ends = rows.contiguous(), _aligned(probs), F.pad(offsets, (1, 0))
-        products = mode.products
-        gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, mode.has_backward)
+        products, keep = mode.products, mode.has_backward
+        low1, addend = _products_of(products, "1", rows, a1, b1, ends, mode.scales[0])
+        gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, keep, addend)
+        low2, addend = _products_of(products, "2", activated, a2, b2, ends, mode.scales[1])
         # The weights one by one, not their stack, which may be a copy that must not be kept.
-        fc1_trained, _ = _halves(ctx.needs_input_grad[4:])
-        kept = rows if any(fc1_trained) else None
-        ctx.save_for_backward(kept, scale, ends, gate_up, *weights)
+        fc1_trained, _ = _halves(ctx.needs_input_grad[_WEIGHTS:])
+        kept = rows if any(fc1_trained) or ctx.needs_input_grad[_A1] else None
+        ctx.save_for_backward(kept, scale, ends, gate_up, a1, b1, a2, b2, low1, low2, *weights)
         ctx.mode, ctx.probs_dtype = mode, probs.dtype
-        return products.fc2(activated, stack_of(fc2), ends)
+        return products.fc2(activated, stack_of(fc2), ends, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probs, ends, gate_up, *weights = ctx.saved_tensors
-        (fc1, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
-        products: QuackProducts = mode.products
-        gate_up_grad, activated, probs_grad = products.fc2_backward(
-            grad, stack_of(fc2), probs, gate_up, ends
-        )
-        fc1_trained, fc2_trained = _halves(ctx.needs_input_grad[4:])
-        rows_grad = None
-        fc1_grads: list[Tensor | None] = [None] * len(fc1)
-        fc2_grads = list(fc1_grads)
-        if any(fc2_trained):
-            product = partial(products.weight_gradients, grad, activated, ends, False)
-            fc2_grads = store_weight_gradients(fc2, fc2_trained, product, mode.target)
-        if ctx.needs_input_grad[0]:
-            rows_grad = products.fc1_backward(gate_up_grad, stack_of(fc1), ends)
-        if any(fc1_trained):
-            product = partial(products.weight_gradients, gate_up_grad, rows, ends, True)
-            fc1_grads = store_weight_gradients(fc1, fc1_trained, product, mode.target)
-        return rows_grad, probs_grad.to(ctx.probs_dtype), None, None, *fc1_grads, *fc2_grads
+        saved = ctx.saved_tensors  # once: what waits on the host is fetched each time
+        # What one linear needs is freed before the other one's begins.
+        of_fc2 = _backward_of_fc2(ctx, saved, grad)
+        gate_up_grad, probs_grad, a2_grad, b2_grad, fc2_grads = of_fc2
+        rows_grad, a1_grad, b1_grad, fc1_grads = _backward_of_fc1(ctx, saved, gate_up_grad)
+        factors = (a1_grad, b1_grad, a2_grad, b2_grad)
+        return rows_grad, probs_grad, None, None, *factors, *fc1_grads, *fc2_grads
+
+
+def _products_of(
+    products: QuackProducts,
+    linear: str,
+    rows: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    ends: Tensor,
+    scale: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """An adapter's products: scale * rows @ a^T, and that @ b^T, interleaved for fc1."""
+    if a is None or b is None:
+        return None, None
+    low = products.narrow(f"narrow{linear}", rows, a, ends, scale)
+    return low, products.wide(f"wide{linear}", low, b, ends, interleaved=linear == "1")
+
+
+def _backward_of_fc2(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
+    """The gradients of gate and up, of the probabilities, and of fc2's factors and weights."""
+    _, probs, ends, gate_up, _, _, a2, b2, _, low2, *weights = saved
+    (_, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
+    products, wanted = mode.products, ctx.needs_input_grad
+    wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2, mode.room)
+    if a2 is not None:
+        wide_grad = products.with_low_rank(grad, b2, ends, mode.scales[1])
+    of_fc2 = products.fc2_backward(wide_grad, stack, probs, gate_up, ends)
+    gate_up_grad, activated, probs_grad = of_fc2
+    a2_grad = b2_grad = None
+    if wanted[_A2]:
+        low2_grad = wide_grad[:, grad.shape[1] :]
+        a2_grad = products.factor_gradients(low2_grad, activated, ends)
+    if wanted[_B2]:
+        b2_grad = products.factor_gradients(grad, low2, ends)
+    _, is_trained = _halves(wanted[_WEIGHTS:])
+    fc2_grads: list[Tensor | None] = [None] * len(fc2)
+    if any(is_trained):
+        product = partial(products.weight_gradients, grad, activated, ends, False)
+        fc2_grads = store_weight_gradients(fc2, is_trained, product, mode.target)
+    return gate_up_grad, probs_grad.to(ctx.probs_dtype), a2_grad, b2_grad, fc2_grads
+
+
+def _backward_of_fc1(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
+    """The gradients of the rows, and of fc1's factors and weights; `grad`: of gate and up."""
+    rows, _, ends, _, a1, b1, _, _, low1, _, *weights = saved
+    (fc1, _), mode, wanted = _halves(weights), ctx.mode, ctx.needs_input_grad
+    products = mode.products
+    rows_grad = addend = a1_grad = b1_grad = None
+    if a1 is not None:
+        operands = (grad, b1.mT, ends, mode.scales[0])
+        low1_grad = products.narrow("low1_grad", *operands, interleaved=True)
+        if wanted[0]:
+            addend = products.wide("rows_grad", low1_grad, a1.mT, ends)
+        if wanted[_A1]:
+            a1_grad = products.factor_gradients(low1_grad, rows, ends)
+        if wanted[_B1]:
+            b1_grad = products.factor_gradients(grad, low1, ends, True)
+    if wanted[0]:
+        rows_grad = products.fc1_backward(grad, stack_of(fc1), ends, addend)
+    is_trained, _ = _halves(wanted[_WEIGHTS:])
+    fc1_grads: list[Tensor | None] = [None] * len(fc1)
+    if any(is_trained):
+        product = partial(products.weight_gradients, grad, rows, ends, True)
+        fc1_grads = store_weight_gradients(fc1, is_trained, product, mode.target)
+    return rows_grad, a1_grad, b1_grad, fc1_grads
+
+
+# Places among the arguments of forward.
+_A1, _B1, _A2, _B2, _WEIGHTS = 4, 5, 6, 7, 8
+
+
+def _with_factor(weights: Sequence[Tensor], a: Tensor, room: int) -> Tensor:
+    """The weights of each expert, with the adapter's first factor as more rows."""
+    stack, rank, rows = with_room(weights, room), a.shape[1], len(weights[0])
+    if stack is None or room < rank:
+        return torch.cat([stack_of(weights), a], dim=1)
+    stack[:, rows : rows + rank].copy_(a)
+    return stack[:, : rows + rank]
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

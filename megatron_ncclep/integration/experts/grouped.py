@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron_ncclep.config import GROUPED_ALIGNMENT
 from megatron_ncclep.integration.checks.cuda_graphs import flags_tell_of_the_step, holds_iteration
 from megatron_ncclep.integration.experts.activation import activate
-from megatron_ncclep.integration.experts.adapter_product import add_adapter
+from megatron_ncclep.integration.experts.adapter_product import LowRank, add_adapter, low_rank
 from megatron_ncclep.integration.experts.adapters import weights_in
 from megatron_ncclep.integration.experts.as_built import AsBuilt
-from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of
+from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of, with_room
 from megatron_ncclep.integration.experts.fused_swiglu import (
     other_activation,
     swiglu_experts,
@@ -56,7 +56,9 @@ class GroupedExperts:
     num_local_experts: int
     _products: QuackProducts | None = None
     _has_products: bool | None = None
-    _addresses: tuple[int, ...] = ()
+    _laid_out: tuple[int, ...] = ()
+    _room = 0  # behind the weights of fc2 of each expert, in rows
+    _is_in_graph = False
 
     def weights_of(self, layer: str) -> list[torch.nn.Parameter]:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
@@ -97,7 +99,6 @@ class GroupedExperts:
         fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
         self._check_when_run(rows, fc1[0])
         self._run_pre_forward_hooks()
-        self._lay_out_frozen(fc1, fc2)
         # A copy from the CPU runs before the following work, and the host does not wait for it.
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
@@ -112,8 +113,12 @@ class GroupedExperts:
             holds_iteration(config),
         )
         products, adapters = self._products_of(rows), self.as_built.adapters
-        if products and not any(adapters.values()) and other_activation(config) is None:
-            return swiglu_experts(rows, probs, offsets, fc1, fc2, products, target), None
+        factors = self._factors(rows) if products else None
+        self._lay_out_frozen(fc1, fc2, factors[1].a.shape[1] if factors and factors[1] else 0)
+        if products and factors:
+            gemms = (products, target)
+            layout = (factors, self._room)
+            return swiglu_experts(rows, probs, offsets, fc1, fc2, *gemms, *layout), None
         hidden = grouped_linear(rows, offsets, fc1, target, products=products)
         for adapter in adapters.get("linear_fc1", ()):
             add_adapter(hidden, rows, offsets, adapter, self.reverse_local_experts)
@@ -126,30 +131,50 @@ class GroupedExperts:
             add_adapter(out, activated, offsets, adapter, self.reverse_local_experts, again)
         return out, None
 
-    def lay_out_weights(self) -> None:
+    def lay_out_weights(self, room: int = 0) -> None:
         """Put the experts' weights one behind the other, as Megatron's buffers do.
 
-        If they already are, they stay: a CUDA graph may hold their addresses.
+        If they already are, they stay: a CUDA graph may hold their addresses.  `room`: of fc2, with
+        so many free rows behind each expert's.
         """
-        for layer in ("linear_fc1", "linear_fc2"):
+        for layer, rows in (("linear_fc1", 0), ("linear_fc2", room)):
             weights = self.weights_of(layer)
-            if view_of(weights) is None:
-                lay_out(weights)
+            if view_of(weights) is None or (rows and with_room(weights, rows) is None):
+                lay_out(weights, rows)
 
-    def _lay_out_frozen(self, *layers: list[torch.nn.Parameter]) -> None:
+    def _lay_out_frozen(
+        self, fc1: list[torch.nn.Parameter], fc2: list[torch.nn.Parameter], rank: int
+    ) -> None:
         """Lay frozen weights out again after something has moved them: `cuda()`, merged adapters.
 
-        No buffer of Megatron's holds them, and without a view each product would copy them.
+        No buffer of Megatron's holds them, and without a view each product would copy them.  So it
+        would without room for an adapter's factor of this `rank`, which is left when it is first
+        needed.  Once a CUDA graph holds the addresses, nothing is moved here.
         """
-        addresses = tuple(weights[0].data_ptr() for weights in layers)
-        if addresses == self._addresses:
+        weights = [*fc1, *fc2]
+        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._is_in_graph = True
+        if (fc1[0].data_ptr(), fc2[0].data_ptr(), rank) == self._laid_out:
             return
-        weights = [weight for layer in layers for weight in layer]
-        # A graph would hold the addresses from which it copies.
-        captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captured and not any(w.requires_grad or hasattr(w, "main_grad") for w in weights):
-            self.lay_out_weights()
-        self._addresses = tuple(weights[0].data_ptr() for weights in layers)
+        is_frozen = not any(w.requires_grad or hasattr(w, "main_grad") for w in weights)
+        if is_frozen and not self._is_in_graph:
+            self._room = max(self._room, rank)
+            self.lay_out_weights(self._room)
+        self._laid_out = (fc1[0].data_ptr(), fc2[0].data_ptr(), rank)
+
+    def _factors(self, rows: Tensor) -> tuple[LowRank | None, LowRank | None] | None:
+        """The adapters on fc1 and fc2 for `swiglu_experts`; None where it cannot compute these."""
+        if other_activation(self.config) is not None:
+            return None
+        found: list[LowRank | None] = []
+        for layer in ("linear_fc1", "linear_fc2"):
+            pair = None
+            if adapters := self.as_built.adapters.get(layer):
+                order = (self.num_local_experts, self.reverse_local_experts)
+                if (pair := low_rank(adapters, *order, rows.dtype)) is None:
+                    return None
+            found.append(pair)
+        return found[0], found[1]
 
     def _products_of(self, rows: Tensor) -> QuackProducts | None:
         """quack-kernels' GEMMs, if they can run there; the first call's answer stays."""
@@ -197,9 +222,26 @@ def class_problem(experts: Any) -> str | None:
             "Megatron's own layer specs build"
         )
     for name, module in experts.named_modules():
-        if not type(module).__module__.startswith(_KNOWN_MODULES):
-            return f"{name} of the class {type(module).__name__} in the experts of a layer's spec"
+        kind = type(module)
+        if not kind.__module__.startswith(_KNOWN_MODULES):
+            return f"{name} of the class {kind.__name__} in the experts of a layer's spec"
+        for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+            if origin := _foreign(forward):
+                return f"{name or 'experts'} ({kind.__name__}) has another forward, of {origin}"
     return AsBuilt(experts).change()
+
+
+def _foreign(forward: Any) -> str | None:
+    """The module that `forward` is of, if none of those that define the classes; else None.
+
+    Each layer of its decorators has the name of what it wraps, but its own module's globals.
+    """
+    while forward is not None:
+        origin = str(getattr(forward, "__globals__", {}).get("__name__"))
+        if not origin.startswith((*_KNOWN_MODULES, "torch.")):
+            return origin
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 def group_experts(experts: Any, reverse_local_experts: bool = False) -> None:

@@ -87,6 +87,8 @@ def store_weight_gradients(
         getattr(weight, "grad_added_to_main_grad", None) is False for weight in trained
     )
     whole = view_of(main_grads)
+    # Experts that share a weight add to its gradient one after the other.
+    is_first = is_first and (whole is not None or len({*map(id, trained)}) == len(trained))
     product(main_grads if whole is None else whole, adds=not is_first)
     placeholder = torch.empty_like(trained[0])
     results: list[Tensor | None] = []

@@ -13,6 +13,11 @@ A layer of experts with SwiGLU is six GEMMs here, with no other pass over its ro
 Between fc1 and fc1_backward, gate and up are interleaved (gate 0, up 0, gate 1, ...), as a tile of
 the GEMM needs them; the weights stay as Megatron lays them out, all gates, then all ups.
 
+Adapters add a low-rank product to fc1 and to fc2: `narrow` multiplies by their first factor, `wide`
+by the second, and the GEMM beside it adds that as it stores.  In fc2_backward they are more columns
+of the gradient (`with_low_rank`), and the first factor more rows of the weights, because its
+epilogue has no place for another operand.
+
 Expert g has the rows from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
 `ends` on the device.  Rows after the last block are neither read nor written.
 
@@ -20,7 +25,7 @@ Tile shapes: for six shapes of configs/benchmark/layers.yaml, two H100s and 11 t
 GEMM, these two were within 4 % of the best ones over all six GEMMs.  The cards ranked the other
 tiles differently (benchmarks/results/2026-11-25-grouped-experts.txt).
 
-This module imports quack-kernels; `fused_swiglu.unavailable_reason` says whether it can.
+This module imports quack-kernels and Triton; `fused_swiglu.unavailable_reason` says whether it can.
 """
 
 from __future__ import annotations
@@ -38,16 +43,22 @@ from quack.gemm import gemm, run_gemm_plan
 from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
 
+from megatron_ncclep.integration.experts import low_rank_kernels
+
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the result that a CTA computes at a time."""
+    """Rows and columns of the result that a CTA computes at a time.
+
+    So many CTAs as `shared_by` share the rows' operand.
+    """
 
     rows: int
     columns: int
+    shared_by: int = 2
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of quack's calls: two CTAs share the rows' operand, two consumers take turns.
+        """Arguments of quack's calls: two consumers take turns.
 
         CTAs claim tiles from a counter, because experts have uneven numbers of rows.  The result
         of a tile does not depend on the CTA that computes it.
@@ -56,7 +67,7 @@ class Tile:
             "tile_M": self.rows,
             "tile_N": self.columns,
             "cluster_M": 1,
-            "cluster_N": 2,
+            "cluster_N": self.shared_by,
             "pingpong": True,
             "is_dynamic_persistent": True,
             "tile_count_semaphore": torch.zeros(1, dtype=torch.int32, device=device),
@@ -66,6 +77,8 @@ class Tile:
 PLAIN = Tile(192, 128)
 # Its epilogue holds gate, up and three results in registers.
 WITH_BACKWARD = Tile(128, 128)
+# The result is as narrow as an adapter's rank; these GEMMs wait for memory.
+NARROW = Tile(128, 32, shared_by=1)
 
 
 @gemm_epilogue(
@@ -76,6 +89,17 @@ WITH_BACKWARD = Tile(128, 128)
 def swiglu_and_probs(acc, probs):  # type: ignore[no-untyped-def]
     """Epilogue: keep gate and up, and apply SwiGLU and the row's probability in fp32."""
     gate, up = unpack(acc)
+    return {"D": pack(gate, up), "activated": swiglu(gate, up) * probs}
+
+
+@gemm_epilogue(
+    outputs=("activated",),
+    ops={"probs": ColVecLoad("probs")},
+    mode="acc_pair",
+)
+def sum_swiglu_and_probs(acc, c, probs):  # type: ignore[no-untyped-def]
+    """The same, with an adapter's product to add to gate and up."""
+    gate, up = unpack(acc + c)
     return {"D": pack(gate, up), "activated": swiglu(gate, up) * probs}
 
 
@@ -98,7 +122,13 @@ class QuackProducts:
         return QuackProducts, ()
 
     def fc1(
-        self, rows: Tensor, weights: Tensor, probs: Tensor, ends: Tensor, keep: bool
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        probs: Tensor,
+        ends: Tensor,
+        keep: bool,
+        addend: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Multiply by fc1 and apply SwiGLU and the probabilities.
 
@@ -108,6 +138,7 @@ class QuackProducts:
             probs: fp32 [num_rows].
             ends: int32 [num_experts + 1].
             keep: backward will follow.
+            addend: interleaved as gate and up, and added to them.
 
         Returns:
             gate and up, interleaved, [num_rows, 2 * ffn], or None unless kept; and the activated
@@ -117,13 +148,17 @@ class QuackProducts:
         gate_up = rows.new_empty(len(rows), columns) if keep else None
         activated = rows.new_empty(len(rows), columns // 2)
         values = {"activated": activated, "probs": probs}
-        self._with_epilogue(swiglu_and_probs, PLAIN, (rows, weights, gate_up, None), values, ends)
+        epilogue = swiglu_and_probs if addend is None else sum_swiglu_and_probs
+        self._with_epilogue(epilogue, PLAIN, (rows, weights, gate_up, addend), values, ends)
         return gate_up, activated
 
-    def fc2(self, activated: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the activated rows by fc2, [num_experts, hidden, ffn]: [num_rows, hidden]."""
+    def fc2(
+        self, activated: Tensor, weights: Tensor, ends: Tensor, addend: Tensor | None = None
+    ) -> Tensor:
+        """Multiply by fc2, [num_experts, hidden, ffn], and add `addend`: [num_rows, hidden]."""
         output = activated.new_empty(len(activated), weights.shape[1])
-        self._plain("fc2", (activated, weights, output, None), {"cu_seqlens_m": ends})
+        key = ("fc2", addend is None)
+        self._plain(key, (activated, weights, output, addend), {"cu_seqlens_m": ends})
         return output
 
     def fc2_backward(
@@ -132,8 +167,8 @@ class QuackProducts:
         """Compute backward through fc2, the probabilities and SwiGLU.
 
         Args:
-            grad: of the output, [num_rows, hidden].
-            weights: fc2, [num_experts, hidden, ffn].
+            grad: of the output, [num_rows, hidden], and more columns if there are adapters.
+            weights: fc2, [num_experts, hidden, ffn], and as many more rows.
             probs, gate_up, ends: of `fc1`.
 
         Returns:
@@ -151,12 +186,61 @@ class QuackProducts:
         self._with_epilogue(_swiglu_backward, WITH_BACKWARD, tensors, values, ends)
         return gate_up_grad, activated, sums.sum(dim=1)
 
-    def fc1_backward(self, gate_up_grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the gradient of gate and up by fc1's transpose: [num_rows, hidden]."""
+    def fc1_backward(
+        self, gate_up_grad: Tensor, weights: Tensor, ends: Tensor, addend: Tensor | None = None
+    ) -> Tensor:
+        """Multiply the gradient of gate and up by fc1's transpose, and add `addend`."""
         result = gate_up_grad.new_empty(len(gate_up_grad), weights.shape[2])
-        tensors = (gate_up_grad, weights.mT, result, None)
-        self._plain("fc1_backward", tensors, {"cu_seqlens_m": ends}, concat=("B",))
+        tensors, key = (gate_up_grad, weights.mT, result, addend), ("fc1_backward", addend is None)
+        self._plain(key, tensors, {"cu_seqlens_m": ends}, concat=("B",))
         return result
+
+    def narrow(
+        self,
+        key: str,
+        rows: Tensor,
+        factor: Tensor,
+        ends: Tensor,
+        scale: float,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """Multiply by an adapter's factor, and by `scale`: [num_rows, rank].
+
+        Args:
+            key: names the product; those of one layer differ.
+            rows: [num_rows, features].
+            factor: [num_experts, rank, features], or a transpose of what has that shape.
+            ends: int32 [num_experts + 1].
+            scale: a factor in fp32.
+            interleaved: the rows' columns are gate 0, up 0, gate 1, ...
+        """
+        low = rows.new_empty(len(rows), factor.shape[1])
+        concat = ("B",) if interleaved else ()
+        tensors = (rows, factor, low, None)
+        self._plain(key, tensors, {"cu_seqlens_m": ends}, concat, NARROW, scale)
+        return low
+
+    def wide(
+        self, key: str, low: Tensor, factor: Tensor, ends: Tensor, interleaved: bool = False
+    ) -> Tensor:
+        """Multiply `low` [num_rows, rank] by factor[g]^T, [features, rank]: [num_rows, features].
+
+        If `interleaved`, the result's columns are gate 0, up 0, gate 1, ...
+        """
+        result = low.new_empty(len(low), factor.shape[1])
+        concat = ("B",) if interleaved else ()
+        self._plain(key, (low, factor, result, None), {"cu_seqlens_m": ends}, concat)
+        return result
+
+    def with_low_rank(self, rows: Tensor, factor: Tensor, ends: Tensor, scale: float) -> Tensor:
+        """See `low_rank_kernels.with_low_rank`."""
+        return low_rank_kernels.with_low_rank(rows, factor, ends, scale)
+
+    def factor_gradients(
+        self, grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False
+    ) -> Tensor:
+        """See `low_rank_kernels.factor_gradients`."""
+        return low_rank_kernels.factor_gradients(grad, rows, ends, interleaved)
 
     def weight_gradients(
         self,
@@ -206,18 +290,22 @@ class QuackProducts:
         tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
         ends: dict[str, Tensor],
         concat: tuple[str, ...] = (),
+        tile: Tile = PLAIN,
+        scale: float = 1.0,
     ) -> None:
         """Run a GEMM without an epilogue of ours; `key` identifies the compiled kernel."""
         a, b, out, c = tensors
         if 0 in a.shape:
             return
-        options = PLAIN.options(a.device)
+        options = tile.options(a.device)
+        key = (key, scale == 1.0)  # which needs no multiplication
         plan = self._plans.get(key)
         if plan is None:
+            options["alpha"] = scale
             self._plans[key] = gemm(a, b, out, c, concat_layout=concat, **ends, **options)
             return
         counter = options["tile_count_semaphore"]
-        run_gemm_plan(plan, a, b, out, c, tile_count_semaphore=counter, **ends)
+        run_gemm_plan(plan, a, b, out, c, tile_count_semaphore=counter, alpha=scale, **ends)
 
     def _with_epilogue(
         self,
@@ -231,10 +319,10 @@ class QuackProducts:
         if 0 in a.shape:
             return
         options = tile.options(a.device)
-        key = (epilogue, out is None)
+        key = (epilogue, out is None, a.shape[1])
         plan = self._plans.get(key)
         if plan is None:
-            concat = ("B",) if epilogue is swiglu_and_probs else ()
+            concat = () if epilogue is _swiglu_backward else ("B",)
             self._plans[key] = epilogue.gemm(
                 *(a, b, out, c), epi_args=values, cu_seqlens_m=ends, concat_layout=concat, **options
             )

@@ -16,13 +16,19 @@ from typing import Any, Literal, get_args
 
 from megatron_ncclep import envs
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.errors import (
+    EngineUnavailableError,
+    InputError,
+    IntegrationError,
+    UnsupportedError,
+)
 from megatron_ncclep.integration.patching import unknown, validated_as
 
 # The name of the field, and of the dispatcher type that it configures.
 NAME = "ncclep"
 TYPE_FIELD = "moe_token_dispatcher_type"
 IN_PLACE_OF = "NCCLEP_IN_PLACE_OF"
+_WAS_PUT = "_ncclep_was_put_in_place"  # on a config
 
 
 def is_ours(kind: str | None) -> bool:
@@ -35,23 +41,27 @@ def is_ours(kind: str | None) -> bool:
 
 
 def put_in_place(config: Any) -> bool:
-    """Give a config of a MoE model our type if NCCLEP_IN_PLACE_OF names its own; say whether."""
+    """Give a config of a MoE model our type if NCCLEP_IN_PLACE_OF names its own.
+
+    Returns:
+        whether the config has our type because of that, since now or since an earlier call.
+    """
     kind = getattr(config, TYPE_FIELD)
-    if kind == NAME or config.num_moe_experts is None or not is_ours(kind):
-        return False
-    setattr(config, TYPE_FIELD, NAME)
-    return True
+    if kind != NAME and config.num_moe_experts is not None and is_ours(kind):
+        setattr(config, TYPE_FIELD, NAME)
+        vars(config)[_WAS_PUT] = True
+    return vars(config).get(_WAS_PUT, False) and getattr(config, TYPE_FIELD) == NAME
 
 
 @contextmanager
 def names_variable(was_put_in_place: bool) -> Iterator[None]:
-    """Have a refusal name NCCLEP_IN_PLACE_OF, where that and no option asked for our type."""
+    """Have errors name NCCLEP_IN_PLACE_OF, where that and no option asked for our type."""
     try:
         yield
-    except UnsupportedError as error:
+    except (EngineUnavailableError, InputError, IntegrationError, UnsupportedError) as error:
         if not was_put_in_place:
             raise
-        raise UnsupportedError(
+        raise type(error)(
             f"{error}; or unset {IN_PLACE_OF}={envs.get(IN_PLACE_OF)}, which asks for {NAME!r} here"
         ) from error
 

@@ -29,7 +29,7 @@ from megatron_ncclep.integration.rerun.limit import (
     holds_iteration_graph,
 )
 from megatron_ncclep.integration.rerun.state import Snapshot
-from megatron_ncclep.integration.rerun.training_ranks import StepsOfModel
+from megatron_ncclep.integration.rerun.training_ranks import StepsOfModel, of_model
 from megatron_ncclep.logs import get_logger
 
 _SCHEDULES = (
@@ -85,7 +85,7 @@ def _steps_of(arguments: dict[str, Any]) -> Reruns | CheckedEvaluations | None:
     """
     model = arguments.get("model")
     chunks = model if isinstance(model, list) else [model]
-    config = _of_model(chunks[0], "config")
+    config = of_model(chunks[0], "config")
     if getattr(config, "moe_token_dispatcher_type", None) != NAME:
         return None
     steps: Any = vars(chunks[0]).get(_ATTRIBUTE)
@@ -93,13 +93,13 @@ def _steps_of(arguments: dict[str, Any]) -> Reruns | CheckedEvaluations | None:
         options, steps = resolve_options(config) or EpConfig.resolve(), False
         if options.on_overflow != DROP and can_drop(options):
             kind = Reruns if options.on_overflow == RERUN else CheckedEvaluations
-            steps = kind(chunks, options)
+            steps = kind(chunks, options, arguments.get("pg_collection"))
         setattr(chunks[0], _ATTRIBUTE, steps)
     return steps or None
 
 
 class _Seen(NamedTuple):
-    """What any rank of a training has seen in a step.
+    """What any rank of a model has seen in a step.
 
     Attributes:
         lacked: the largest word of a `OverflowReport`; 0 if all rows fit.
@@ -124,9 +124,9 @@ class Reruns(StepsOfModel):
         warmup_steps: before Megatron captures the graph of an iteration.
     """
 
-    def __init__(self, chunks: list[Any], options: EpConfig) -> None:
-        """`chunks`: the parts of the model on this rank; `options`: of its dispatchers."""
-        super().__init__(chunks, options)
+    def __init__(self, chunks: list[Any], options: EpConfig, collection: Any = None) -> None:
+        """See `StepsOfModel`."""
+        super().__init__(chunks, options, collection)
         self._chunks = chunks
         for chunk in chunks:
             if hasattr(chunk, "zero_grad_buffer"):
@@ -185,7 +185,7 @@ class Reruns(StepsOfModel):
         return results
 
     def _seen_by_all(self, problem: str | None) -> _Seen:
-        """What any rank has seen in a step.  Collective over the ranks of the training."""
+        """What any rank has seen in a step.  Collective over the model's ranks."""
         lacked: Any = self._ranks.largest_word(self._state.overflow_reports())
         load, most_load = self._state.take_loads() or (0, MOST_LOAD)
         lacked, load, most_load = self._ranks.largest(
@@ -208,7 +208,7 @@ class Reruns(StepsOfModel):
         text = self.limit.after_step(seen.load, is_rerun, seen.most_load, holds_graph)
         if text is None:
             return
-        if self._ranks.rank == 0:
+        if self._ranks.is_first:
             get_logger().info(text)
         if holds_graph:
             drop_iteration_graphs(self.warmup_steps)
@@ -226,7 +226,7 @@ class Reruns(StepsOfModel):
 
     def _log(self, lacked: int) -> None:
         """Log the first rerun, the second, the fourth and so on, on one rank."""
-        if self._ranks.rank == 0 and self.num_reruns & (self.num_reruns - 1) == 0:
+        if self._ranks.is_first and self.num_reruns & (self.num_reruns - 1) == 0:
             needed, had = needed_and_had(lacked)
             get_logger().warning(
                 "step run again, in exact mode and without CUDA graphs: a rank needed %d rows and "
@@ -291,11 +291,4 @@ def _readers(chunks: list[Any]) -> list[bool]:
     if parallel_state.get_tensor_model_parallel_rank():
         return [False] * len(chunks)
     ends = ("pre_process", "post_process")
-    return [any(_of_model(chunk, end, True) for end in ends) for chunk in chunks]
-
-
-def _of_model(chunk: Any, name: str, otherwise: Any = None) -> Any:
-    """An attribute of a part of the model, whatever wraps it."""
-    while getattr(chunk, name, None) is None and hasattr(chunk, "module"):
-        chunk = chunk.module
-    return getattr(chunk, name, otherwise)
+    return [any(of_model(chunk, end, True) for end in ends) for chunk in chunks]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,12 +16,14 @@ from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, mak
 from on_ranks import gathered
 from rank_pool import RankContext
 from test_reruns import RERUN, STAGES, WHOLE, is_moe
+from timeouts import patient
 from trainer import Model, ModelCase
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError
 from megatron_ncclep.integration.layer_engines import LayerEngines
+from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks, groups_of
 
 pytestmark = pytest.mark.each_release
 
@@ -85,6 +88,75 @@ def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: Mod
     megatron_ncclep.check()  # the next training step is not blamed
     steps: Any = model.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
     assert copy.deepcopy(steps) is None  # a copy of the model makes its own
+
+
+class Half(torch.nn.Module):
+    """A model on two ranks of four, with process groups of its own."""
+
+    def __init__(self, options: EpConfig) -> None:
+        super().__init__()
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "ep"])
+        groups.dp = groups.dp_cp = groups.ep
+        self.pg_collection, self.model_type = groups, None
+        self.config = make_config("ncclep", torch.float32, 2, ncclep=options)
+        self.layer = build_layer(self.config)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        pass
+
+    def evaluate(self, hidden: torch.Tensor) -> Any:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def step(batches: Iterator[torch.Tensor], model: Half) -> Any:
+            return model.layer(next(batches))[0], lambda out: (out.sum(), {"loss": out.sum()})
+
+        with torch.no_grad():
+            return get_forward_backward_func()(
+                forward_step_func=step, data_iterator=iter([hidden]), model=self,
+                num_microbatches=1, seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=True,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [RAISE, RERUN], ids=["raise", "rerun"])
+def test_models_on_other_ranks_do_not_wait(ctx: RankContext, options: EpConfig) -> None:
+    """Two models on ranks of their own, which evaluate at different times, waited for each other
+    until the deadline.
+    """
+    initialize(ep=2)
+    model = Half(replace(options, timeout_s=patient(5), first_timeout_s=patient(5)))
+    random = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    assert model.evaluate(random)
+    if ctx.rank < 2:
+        for _ in range(2):
+            assert model.evaluate(random)
+        if options is RAISE:
+            with pytest.raises(RowsDroppedError, match="in this evaluation"):
+                model.evaluate(torch.zeros(4 * SEQUENCE, BATCH, HIDDEN))
+    model.layer.token_dispatcher.engines.close()
+
+
+def test_all_ranks_of_a_grid_learn_the_largest(ctx: RankContext) -> None:
+    """Of two stages of two replicas, whose groups are reduced one after the other."""
+    initialize(ep=2, pp=2)
+    from megatron.core import parallel_state
+
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    ranks = TrainingRanks([stages, replicas], RAISE)
+    for largest in range(4):
+        number = torch.tensor(10 * (ctx.rank == largest))
+        assert ranks.largest([number, -ctx.rank], "a test") == [10, 0]
+    assert gathered(ctx, ranks.is_first) == [True, False, False, False]
+    alone = parallel_state.get_tensor_model_parallel_group()
+    own = SimpleNamespace(tp=alone, pp=stages, dp_cp=replicas)
+    wrapped = SimpleNamespace(module=SimpleNamespace(pg_collection=own))
+    world = [torch.distributed.group.WORLD]
+    assert groups_of(wrapped, None) == groups_of(SimpleNamespace(), None) == world
+    # A schedule's caller says which of them it means, and need not name all.
+    assert groups_of(wrapped, SimpleNamespace(tp=alone, pp=alone)) == [replicas]
+    assert groups_of(wrapped, SimpleNamespace(pp=alone, dp_cp=alone)) == [alone]
 
 
 def test_a_copy_of_a_model_clears_its_own_gradients(ctx: RankContext) -> None:

@@ -15,9 +15,11 @@ from adapted_experts import ADAPTED, build_grouped, change, dropped, of_bridge
 from changed_experts import Change, train
 from megatron_setup import build_layer
 from rank_pool import RankContext
+from torch_products import TorchProducts
 from trainer import ModelCase
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.integration.experts import expert_stack
 
 FIELDS: dict[str, Any] = {
     "gated_linear_unit": True,
@@ -74,6 +76,34 @@ def test_adapters(ctx: RankContext, name: str) -> None:
 @pytest.mark.parametrize("name", ["trained", "shared", "of each"])
 def test_other_dtypes(ctx: RankContext, name: str, dtype: torch.dtype) -> None:
     compare(ctx, *ADAPTED[name], dtype)
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("name", ADAPTED)
+def test_as_part_of_one_node(ctx: RankContext, name: str) -> None:
+    """With quack-kernels the experts and their adapters are one node of autograd; torch computes
+    its products here.  Frozen weights of fc2 have room for a factor.
+    """
+    from megatron_ncclep.integration.experts import fused_swiglu, grouped
+
+    products = {"_has_products": True, "_products": TorchProducts()}
+    is_one, adapted = ADAPTED[name]
+    rooms: list[int] = []
+
+    def with_room(weights: Any, room: int) -> Any:
+        rooms.append(room)
+        return expert_stack.with_room(weights, room)
+
+    with (
+        mock.patch.multiple(grouped.GroupedExperts, **products),
+        mock.patch.object(grouped, "add_adapter", wraps=grouped.add_adapter) as apart,
+        mock.patch.object(fused_swiglu, "with_room", with_room),
+    ):
+        compare(ctx, is_one, adapted, torch.float64)
+    assert bool(apart.call_count) == (name == "several")
+    is_frozen = not name.endswith(("trained", "after DDP"))
+    assert all((room > 0) == is_frozen for room in rooms)
+    assert name != "of each" or rooms
 
 
 @pytest.mark.each_release

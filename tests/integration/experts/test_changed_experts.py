@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from functools import wraps
 from types import FunctionType
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from changed_experts import CHANGES, train
+from changed_experts import CHANGES, Change, holder, train
 from rank_pool import RankContext
+from torch.nn.modules import module as global_hooks
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
@@ -54,6 +56,35 @@ def test_what_users_put_on_experts(ctx: RankContext, name: str) -> None:
             train(change, EpConfig(experts="grouped"), "cpu", False, ctx.rank, **fields)
         assert change.words in str(caught.value)
         assert "with experts='auto'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        (global_hooks.register_module_forward_hook, "a forward hook"),
+        (global_hooks.register_module_forward_pre_hook, "a forward pre-hook"),
+        (global_hooks.register_module_full_backward_hook, "a backward hook"),
+        (global_hooks.register_module_full_backward_pre_hook, "a backward pre-hook"),
+    ],
+)
+def test_hooks_of_all_modules(ctx: RankContext, register: Any, kind: str) -> None:
+    """Profilers register them for the whole process, and saw no linear of grouped experts."""
+    seen, handles = list[Any](), list[Any]()
+
+    def make(layer: Any, _: Any) -> None:
+        linear = holder(layer).linear_fc1
+        handles.append(register(lambda module, *_: seen.append(module is linear) or None))
+
+    change, words = Change(make), f"all modules have {kind}"
+    try:
+        _, _, said = train(change, EpConfig(experts="auto"), "cpu", False, ctx.rank, **FIELDS)
+        assert sum(seen) == 2, "micro-batches"
+        assert any("Megatron's experts compute" in line and words in line for line in said)
+        handles.pop().remove()
+        with pytest.raises(UnsupportedError, match=words):
+            train(change, EpConfig(experts="grouped"), "cpu", False, ctx.rank, **FIELDS)
+    finally:
+        handles.pop().remove()
 
 
 def test_a_class_that_is_changed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_products import TorchProducts
 
 from megatron_ncclep.integration.experts import fused_swiglu
+from megatron_ncclep.integration.experts.adapter_product import LowRank
+from megatron_ncclep.integration.experts.expert_stack import lay_out, with_room
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +39,8 @@ def test_where_it_can_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     install_pair(monkeypatch, *pair)
-    install_stand_ins(tmp_path / "site-packages", "quack", "cutlass")
+    lacking = [] if find_spec("triton") else ["triton"]  # pip's torch for Linux brings it
+    install_stand_ins(tmp_path / "site-packages", "quack", "cutlass", *lacking)
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -139,3 +144,40 @@ def test_frozen_weights_keep_no_rows() -> None:
                 *(rows, torch.ones(16), offsets, [fc1], [fc2], products, GradientTarget())
             )
         assert (rows.data_ptr() in kept) == trained
+
+
+def test_room_for_an_adapters_factor() -> None:
+    """Backward of fc2 reads the factor behind each expert's weights; writing it there is no change
+    of the weights for passes that are still to come, and without room the results are the same.
+    """
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(shape, generator=generator).double()  # noqa: E731
+    number, hidden, ffn, rank = 3, 8, 6, 2
+    offsets = torch.tensor([4, 4, 12], dtype=torch.int32)
+    fc1, fc2 = (
+        [torch.nn.Parameter(draw(*shape), requires_grad=False) for _ in range(number)]
+        for shape in ((2 * ffn, hidden), (hidden, ffn))
+    )
+    values = [weight.clone() for weight in fc2]
+    rows, probs = draw(12, hidden).requires_grad_(), draw(12).abs().requires_grad_()
+    a, b = draw(number, rank, ffn).requires_grad_(), draw(number, hidden, rank).requires_grad_()
+    wanted, grad = (rows, probs, a, b), draw(12, hidden)
+
+    def forward() -> torch.Tensor:
+        gemms: Any = (TorchProducts(), GradientTarget())
+        adapters = ((None, LowRank(a, b, 0.5)), room)
+        return fused_swiglu.swiglu_experts(rows, probs, offsets, fc1, fc2, *gemms, *adapters)
+
+    room = 0
+    copied = torch.autograd.grad(forward(), wanted, grad)
+    for room in (1, rank + 1):  # too little, and more than is needed
+        lay_out(fc2, room)
+        assert with_room(fc2, room + 1) is None
+        first, second = forward(), forward()
+        for out in (second, first):
+            assert all(map(torch.equal, copied, torch.autograd.grad(out, wanted, grad)))
+    assert all(map(torch.equal, values, fc2))
+    assert all(weight.is_contiguous() for weight in fc2)
+    stack = with_room(fc2, room)
+    assert stack is not None
+    assert torch.equal(stack[:, hidden : hidden + rank], a)  # where backward has read it

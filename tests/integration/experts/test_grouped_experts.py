@@ -5,7 +5,9 @@ That a layer computes what Megatron's does is in test_moe_layer.py.
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +289,33 @@ def test_experts_that_are_not_megatrons(ctx: RankContext) -> None:
     layer.experts.weights_of("linear_fc1")[0].get_main_grad = None
     with pytest.raises(UnsupportedError, match="FSDP: use DistributedDataParallel"):
         layer(hidden)
+
+
+@pytest.mark.each_release
+def test_a_forward_that_was_replaced_before(ctx: RankContext) -> None:
+    """A library that patches a class of Megatron's before the model is built had no effect."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_ncclep.integration.experts import selection
+
+    initialize(ep=4)
+    config = make_config("ncclep", torch.float32, 4, ncclep=GROUPED)
+    theirs = build_layer(make_config("ncclep", torch.float32, 4)).experts
+    for kind, where in (
+        (RowParallelLinear, "local_experts.0.linear_fc2"),
+        (SequentialMLP, "experts"),
+    ):
+        original = kind.forward
+        patch = wraps(original)(lambda *args, original=original: original(*args))
+        for each in (patch, torch.no_grad()(patch)):
+            with mock.patch.object(kind, "forward", each):
+                said = f"{where} \\({kind.__name__}\\) has another forward, of test_grouped_experts"
+                with pytest.raises(UnsupportedError, match=said):
+                    build_layer(config)
+                choice = selection.choose(config, AUTO, theirs, 2, 1, False)
+                assert choice.experts == "megatron"
+                assert re.search(said, choice.reason)
 
 
 # ---- the choice

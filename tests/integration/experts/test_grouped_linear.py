@@ -172,6 +172,20 @@ def test_frozen_experts_and_zeros_where_megatron_wants_them(after_ddp: bool) -> 
     assert torch.equal(other.main_grad, 0.5 + problem.expected_weight_grads()[2])
 
 
+def test_a_weight_that_experts_share() -> None:
+    """Two experts with one parameter: in a step's first micro-batch the gradient of one of them
+    replaced that of the other.
+    """
+    problem = Problem((16, 32, 16), 0, torch.float32)
+    problem.weights[2] = problem.weights[0]
+    buffer = with_main_grads(problem).zero_()
+    first, alone, last = problem.expected_weight_grads()
+    for number in (1, 2):  # micro-batches
+        problem.run(GradientTarget(into_main_grad=True, may_overwrite=True))
+        torch.testing.assert_close(problem.weights[0].main_grad, number * (first + last))
+        assert torch.equal(buffer[1], number * alone)
+
+
 # ---- experts in one tensor
 
 

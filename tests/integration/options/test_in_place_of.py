@@ -6,6 +6,7 @@ change of AReaL's source.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from megatron_setup import build_layer, has, initialize, make_config
 from rank_pool import RankContext
 from test_field import OPTIONS
 
-from megatron_ncclep.errors import InputError, UnsupportedError
+from megatron_ncclep.errors import EngineUnavailableError, InputError, UnsupportedError
 from megatron_ncclep.integration import hooks
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -83,6 +84,28 @@ def test_a_type_that_a_framework_sets(ctx: RankContext) -> None:
         words = f"{VARIABLE}='allgather': not one of alltoall, flex"
         with pytest.raises(InputError, match=words):
             made("alltoall", finalize=False)
+
+
+@pytest.mark.alone
+def test_errors_of_a_layer_name_the_variable(ctx: RankContext) -> None:
+    """Whoever had set it in a job script found no word of it in what the layer refused."""
+    initialize(ep=1)
+    for options, kind, words in (
+        ({"engine": "native"}, EngineUnavailableError, "engine 'native'"),
+        ({"experts": "grouped"}, UnsupportedError, "moe_ffn_hidden_size=12: it must be a multiple"),
+        ({"alignment": 7}, InputError, "alignment 7"),
+    ):
+        for dispatcher in ("alltoall", "ncclep"):
+            config = make_config(dispatcher, torch.float32, 1, moe_ffn_hidden_size=12)
+            config.ncclep = options
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(VARIABLE, "alltoall")
+                config.__post_init__()
+                with pytest.raises(kind) as caught:
+                    build_layer(copy.deepcopy(config))
+            assert words in str(caught.value)
+            named = f"unset {VARIABLE}=alltoall, which asks for 'ncclep' here" in str(caught.value)
+            assert named == (dispatcher == "alltoall")
 
 
 @pytest.mark.alone
