@@ -1,7 +1,7 @@
 """Sequences in NVLink domains of more than 32 ranks, and mistakes (test_emulation.py)."""
 
-# Kind, ranks, number; no mistake, and a seed of which rows are dropped.  The last group of 32 has one
-# rank, is full, or has as many as there may be; over the network, one in each domain.
+# Kind, ranks, number; no mistake, and a seed of which rows are dropped.  The last group of 32 has
+# one rank, is full, or has as many as there may be; over the network it has one in each domain.
 CASES = (
     ("wide-many", 33, 1), ("wide-many", 64, 1), ("wide-many", 72, 1),
     ("wide-rails-many", 66, 1, -1, 15), ("wide-failures", 36, 2),
