@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+# Variables where what is imported looks for GPUs: the process that forks ranks must not use them.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer")
 
 

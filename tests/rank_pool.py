@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron_ncclep.ranks.launch import RankError as RankError
 
 # Signals a rank to write its stacks to stderr, and how long that may take: they do so in turns.
 DUMP, DUMP_S = signal.SIGUSR1, 0.2
+IMPORT_S = 600.0  # for what they import, on a slow and busy machine
 
 
 class RankPool:
@@ -43,9 +45,8 @@ class RankPool:
     the next one.  The next `run` starts new processes.  Late ranks first write where they are to
     stderr: the stacks of all their threads.
 
-    The ranks are forks of one process and share its imports.  That process puts `folders` in front
-    of this process's import path, has the variables of `environment`, and calls `prepare`, which
-    must not use CUDA.
+    The ranks are forks of one process and share its imports (`Imports`), which outlives them: new
+    ones import nothing.  Pools can have that process in common.
 
     With the backend nccl, ranks share GPUs if there are fewer GPUs and NCCL allows it
     (`ranks.topology.use_gpu`).  With `hosts` above 1, NCCL and this package treat the
@@ -60,14 +61,16 @@ class RankPool:
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
         hosts: int = 1,
+        imports: Imports | None = None,
     ) -> None:
+        """`imports`: another pool's, instead of a process with `folders` and `prepare`."""
         self.size = size
         self.hosts = hosts
         self.backend = backend
-        self.folders = list(folders)
         self.environment = dict(environment or {})
-        self.prepare = prepare
-        self._process: Any = None
+        self.imports = imports or Imports(folders, self.environment, prepare)
+        self._has_own_imports = imports is None
+        self._ranks: list[int] = []  # processes
         self._pipes: list[Connection] = []
         self._store: TCPStore | None = None
 
@@ -90,13 +93,13 @@ class RankPool:
         Raises:
             RankError: with the traceback of every failed rank, and the ranks that did not answer.
         """
-        if self._process is None:
-            self._start()
         ranks = ranks or self.size
         try:
+            if not self._ranks:
+                self._start()
             return self._run(_packed((function, args, ranks)), ranks, timeout)
         except BaseException:
-            self.close()  # a late answer would be taken for that of the next job
+            self._end_ranks()  # a late answer would be taken for that of the next job
             raise
 
     def _run(self, job: bytes, ranks: int, timeout: float) -> list[Any]:
@@ -110,45 +113,94 @@ class RankPool:
 
     def _dump(self, some_are_late: bool) -> None:
         """Have ranks write where they are, if some are late."""
-        if some_are_late and self._process is not None and self._process.pid is not None:
-            os.kill(self._process.pid, DUMP)
-            time.sleep((self.size + 1) * DUMP_S)
+        for rank, process in enumerate(self._ranks if some_are_late else ()):
+            print(f"--- rank {rank} ---", file=sys.stderr, flush=True)
+            os.kill(process, DUMP)  # none is reaped before `_end_ranks`
+            time.sleep(DUMP_S)
 
     def close(self) -> None:
         """Kill the processes of this pool.  A later `run` starts new ones."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._process, self._pipes, self._store = None, [], None
+        self._end_ranks()
+        if self._has_own_imports:
+            self.imports.close()
 
     def _start(self) -> None:
         # As in torchrun, this process holds the store in which ranks meet: it takes a free port, so
         # no other process can take that port before rank 0 has started.
         self._store = loopback_store()
-        self._start_process(
-            _fork_ranks,
-            self.backend,
-            self.hosts,
-            self._store.port,
-            self.folders + sys.path,
-            self.environment,
-            self.prepare,
-        )
-
-    def _start_process(self, target: Callable[..., None], *args: Any) -> None:
-        """Start a process that calls `target(pipes, *args)`, with a pipe for each rank.
-
-        At SIGTERM it ends, together with the processes that it has started.
-        """
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
-        self._process = context.Process(target=target, args=(theirs, *args), daemon=True)
-        self._process.start()
-        for pipe in theirs:
-            pipe.close()
+        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.size)), strict=True)
         self._pipes = list(ours)
+        with contextlib.ExitStack() as ends:
+            for pipe in theirs:
+                ends.enter_context(pipe)
+            job = (self.backend, self.hosts, self._store.port, self.environment)
+            self._ranks = self.imports.fork(theirs, job)
+
+    def _end_ranks(self) -> None:
+        """Kill the ranks, and wait for their end."""
+        if self._ranks:
+            self.imports.end(self._ranks)
+        for pipe in self._pipes:
+            pipe.close()
+        self._ranks, self._pipes, self._store = [], [], None
+
+
+class Imports:
+    """A process with the imports of ranks, which are its forks.
+
+    It puts `folders` in front of this process's import path, has the variables of `environment`,
+    and calls `prepare`, which must not use CUDA.  It starts with the first ranks; with it they end.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.arguments = (list(folders), dict(environment or {}), prepare)
+        self._process: Any = None
+        self._control: Any = None
+
+    def fork(self, pipes: Sequence[Connection], job: tuple[Any, ...]) -> list[int]:
+        """Fork a rank for each pipe, which calls `_be_rank(..., *job)`; return their processes."""
+        if self._process is None:
+            folders, *others = self.arguments
+            context = multiprocessing.get_context("spawn")
+            self._control, theirs = context.Pipe()
+            self._process = context.Process(
+                target=_fork_ranks, args=(theirs, folders + sys.path, *others), daemon=True
+            )
+            self._process.start()
+            theirs.close()
+        try:
+            self._control.send((len(pipes), job))
+            for pipe in pipes:
+                send_handle(self._control, pipe.fileno(), self._process.pid)
+            if self._control.poll(IMPORT_S):
+                ranks: list[int] = self._control.recv()
+                return ranks
+        except (ConnectionError, EOFError):
+            pass
+        self.close()
+        raise RankError(f"what ranks import ended the process or took longer than {IMPORT_S:g} s")
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """Kill ranks, and wait for their end."""
+        if self._process is not None:
+            try:
+                self._control.send(set(ranks))
+                self._control.recv()
+            except (ConnectionError, EOFError):  # it has died
+                self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._control.close()
+            self._process.terminate()
+            self._process.join()
+        self._process = self._control = None
 
 
 def _packed(values: tuple[Any, ...]) -> bytes:
@@ -172,71 +224,87 @@ def _receive(pipe: Connection, device: str | None = None) -> Any:
 
 
 def _fork_ranks(
-    pipes: Sequence[Connection],
-    backend: str,
-    hosts: int,
-    port: int,
+    control: Connection,
     path: list[str],
     environment: dict[str, str],
     prepare: Callable[[], None] | None,
 ) -> None:
-    """Import what the ranks need, fork them, and wait for their end or for SIGTERM."""
+    """Import what ranks need, and fork them whenever `Imports.fork` asks for some."""
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment})
+    failure = None
     try:
         if prepare is not None:
             prepare()
     except Exception:
-        for pipe in pipes:
-            pipe.send_bytes(_packed((False, traceback.format_exc())))
-        return
+        failure = traceback.format_exc()
     gc.freeze()  # to search what imports have made would take longer than most jobs do
-    ranks: list[int] = []
+    ranks: set[int] = set()
 
-    def pass_on(number: int, frame: Any) -> None:
-        for rank, process in enumerate(ranks):
-            if number == DUMP:
-                print(f"--- rank {rank} ---", file=sys.stderr, flush=True)
-            os.kill(process, DUMP if number == DUMP else signal.SIGKILL)
-            time.sleep(DUMP_S if number == DUMP else 0)
+    def end(some: set[int]) -> None:
+        for rank in some:
+            os.kill(rank, signal.SIGKILL)
+        for rank in some:
+            os.waitpid(rank, 0)
+            ranks.remove(rank)
 
-    # Signals wait until all ranks are forked and known.
-    signals = {signal.SIGTERM, DUMP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    for number in signals:
-        signal.signal(number, pass_on)
+    def end_all(*_: Any) -> None:
+        end(ranks.copy())
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end_all)
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
-    for rank, pipe in enumerate(pipes):
-        child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, interrupt)
-            faulthandler.register(DUMP)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-            for other in pipes:
-                if other is not pipe:
-                    other.close()  # so that the pool notices when that rank dies
-            if hosts > 1:
-                pretend_host(rank, len(pipes) // hosts)
-            os.environ.update(variables(rank, len(pipes), port))
-            _be_rank(len(pipes), backend, pipe)
-        ranks.append(child)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    for pipe in pipes:
-        pipe.close()
-    for rank in ranks:  # none is reaped while `pass_on` might still signal it
-        os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
-    for number in signals:
-        signal.signal(number, signal.SIG_IGN)
-    for rank in ranks:
-        os.waitpid(rank, 0)
+    while True:
+        try:
+            what = control.recv()
+        except EOFError:
+            end_all()
+        # The signal waits until the ranks are known.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        if isinstance(what, set):
+            end(what)
+            control.send(None)
+        else:
+            number, job = what
+            pipes = [Connection(recv_handle(control)) for _ in range(number)]
+            made = []
+            for rank in range(number):
+                made.append(os.fork())
+                if made[rank] == 0:
+                    control.close()
+                    signal.signal(signal.SIGINT, interrupt)
+                    _be_rank(rank, pipes, failure, *job)
+            ranks.update(made)
+            for pipe in pipes:
+                pipe.close()
+            control.send(made)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _be_rank(size: int, backend: str, pipe: Connection) -> None:
+def _be_rank(
+    rank: int,
+    pipes: Sequence[Connection],
+    failure: str | None,
+    backend: str,
+    hosts: int,
+    port: int,
+    environment: dict[str, str],
+) -> None:
     """Run jobs until the pool closes its end of the pipe, and end this process."""
-    status = 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.register(DUMP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    size, pipe, status = len(pipes), pipes[rank], 1
+    for other in pipes:
+        if other is not pipe:
+            other.close()  # so that the pool notices when that rank dies
     try:
+        if failure is not None:
+            raise ImportError(failure)
+        if hosts > 1:
+            pretend_host(rank, size // hosts)
+        os.environ.update({**environment, **variables(rank, size, port)})
         world = join(backend)
         groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
         answer_jobs(world.rank, groups, world.device, pipe)

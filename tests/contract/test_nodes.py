@@ -18,7 +18,6 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import caps_of, contract_cases, for_engine
-from imports import import_dynamo
 from on_ranks import gathered
 from rank_pool import RankContext, RankPool
 from run_case import all_steps_on_rank, assert_steps, ranks_on_node
@@ -147,11 +146,12 @@ def test_company_changes_no_bit(ctx: RankContext, local_ranks: int) -> None:
         assert watch(ctx, CASES[0], ENGINE) > BATCHES // 2
 
 
-def test_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
+def test_three_nodes(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, number = "NCCLEP_LOCAL_RANKS", "2"
+    monkeypatch.setenv(name, number)
     cases = possible_cases(6)[::4]  # what is new are sums of three terms
-    with closing(PatientPool(6, prepare=import_dynamo)) as pool:
-        assert_all_steps(cases, pool.run(every_case_on_rank, cases))
+    with closing(PatientPool(6, environment={name: number}, imports=pool.imports)) as more:
+        assert_all_steps(cases, more.run(every_case_on_rank, cases))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

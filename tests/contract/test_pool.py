@@ -123,7 +123,9 @@ def test_a_rank_that_goes_wrong_is_told_and_costs_all_processes(
     assert "--- rank 0 ---" not in str(caught.value)
     if mistake is not fail:
         assert ('test_pool.py", line' in capfd.readouterr().err) == (mistake is hang)
-    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in pool.run(whereabouts))
+    after = pool.run(whereabouts)
+    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
+    assert {parent for _, parent, _ in before} == {parent for _, parent, _ in after}
     assert not [pid for pid, *_ in before if psutil.pid_exists(pid)]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from fixtures import closed
 from imports import import_megatron_on_cpu
-from rank_pool import RankPool
+from rank_pool import Imports, RankPool
 from timeouts import PatientPool
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))  # test_nodes_static.py
@@ -16,14 +18,21 @@ sys.path.append(str(Path(__file__).parents[1] / "contract"))  # test_nodes_stati
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
 
 
-def pool_of(num_ranks: int) -> RankPool:
-    """Processes of their own: Megatron on a CPU needs patches that last."""
-    return PatientPool(num_ranks, environment=ENVIRONMENT, prepare=import_megatron_on_cpu)
+# A process of its own, which forks all ranks: Megatron on a CPU needs patches that last.
+megatron = closed(lambda: Imports(environment=ENVIRONMENT, prepare=import_megatron_on_cpu))
 
 
-megatron_pool = closed(lambda: pool_of(4))
-# One such process, which is a job.
-lone_rank = closed(lambda: pool_of(1))
+@pytest.fixture(scope="session")
+def megatron_pool(megatron: Imports) -> Iterator[RankPool]:
+    with closing(PatientPool(4, imports=megatron)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def lone_rank(megatron: Imports) -> Iterator[RankPool]:
+    """One process, which is a job."""
+    with closing(PatientPool(1, imports=megatron)) as pool:
+        yield pool
 
 
 @pytest.fixture

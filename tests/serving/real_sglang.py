@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import sys
 import tempfile
@@ -52,6 +53,13 @@ def load() -> None:
     points = [EntryPoint(name, value, GROUP) for name, value in declared.items()]
     with mock.patch.object(plugins, "entry_points", lambda group: points if group == GROUP else []):
         plugins.load_plugins()
+
+
+def prepare() -> None:
+    """Import what the tests use of it, for ranks that are forks of this process."""
+    load()
+    for name in ("layers.moe.fused_moe_triton.layer", "models.qwen3_moe", "server_args"):
+        importlib.import_module(f"sglang.srt.{name}")
 
 
 def publish(rank: int, command: str) -> Any:

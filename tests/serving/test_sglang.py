@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import real_sglang
 import torch
+from imports import NO_GPU
 from rank_pool import RankContext
 from timeouts import PatientPool
 
@@ -29,7 +30,7 @@ BATCHES = ((6, 0), (3, 8), (9, 33), (2, 513), (0, 0), (700, 600))
 # Two ranks, on which the tests run (tests/on_ranks.py).
 @pytest.fixture(scope="module")
 def ctx() -> Iterator[PatientPool]:
-    with closing(PatientPool(2, folders=[str(Path(__file__).parent)])) as made:
+    with closing(PatientPool(2, environment=NO_GPU, prepare=real_sglang.prepare)) as made:
         yield made
 
 

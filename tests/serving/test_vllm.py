@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import real_vllm
 import torch
+from imports import NO_GPU
 from rank_pool import RankContext
 from timeouts import PatientPool
 
@@ -40,7 +42,8 @@ def release(request: pytest.FixtureRequest) -> str:
 # Two ranks, on which the tests run (tests/on_ranks.py): new ones for each release.
 @pytest.fixture(scope="module")
 def ctx(release: str) -> Iterator[PatientPool]:
-    with closing(PatientPool(2, folders=[str(Path(__file__).parent)])) as made:
+    prepare = partial(real_vllm.load, release)
+    with closing(PatientPool(2, environment=NO_GPU, prepare=prepare)) as made:
         yield made
 
 

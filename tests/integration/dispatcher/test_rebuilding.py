@@ -10,16 +10,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fixtures import closed
-from imports import import_megatron_on_cpu
 from megatron_setup import build_layer, initialize, make_config
-from rank_pool import RankContext
+from rank_pool import Imports, RankContext, RankPool
 from rebuilding_case import growth, held, mapped
 from timeouts import PatientPool, patient
 
@@ -69,8 +69,11 @@ def build(engine: str) -> list[Any]:
     return layers
 
 
-# Two processes in which nothing else runs.
-megatron_pool = closed(lambda: PatientPool(RANKS, "gloo", prepare=import_megatron_on_cpu), "module")
+@pytest.fixture(scope="module")
+def megatron_pool(megatron: Imports) -> Iterator[RankPool]:
+    """Two processes in which nothing else runs."""
+    with closing(PatientPool(RANKS, imports=megatron)) as pool:
+        yield pool
 
 
 def test_models_with_groups_of_their_own(ctx: RankContext) -> None:

@@ -101,10 +101,10 @@ MISTAKES = {
         "rails-many", 33, "plan: the first bad rank"),
     "many ranks: what was seen of another group of sources counts": (
         "native/rows/progress.cuh", "if («seen / kMostUnits == group» && unit", "true",
-        "rails-many", 40, "dispatch: ", 2),
+        "rails-many", 36, "dispatch: ", 2),
     "many ranks: LL: a bad routing is said to be of one of the first 32": (
         "native/low_latency/dispatch.cu", "atomicOr(«bad_ranks + rank / 32»,", "bad_ranks",
-        "rails-ll-many", 33, "ll dispatch: bad ranks"),
+        "rails-ll-many", 33, "ll dispatch: bad ranks", 1),
 
     # What travels with rows, and what ranks compare.
     "LL: scales do not come within a domain": (

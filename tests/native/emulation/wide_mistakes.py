@@ -1,9 +1,10 @@
 """Sequences in NVLink domains of more than 32 ranks, and mistakes (test_emulation.py)."""
 
-# Kind, ranks, number.
+# Kind, ranks, number; no mistake, and a seed of which rows are dropped.  The last group of 32 has
+# one rank, is full, or has as many as there may be; over the network it has one in each domain.
 CASES = (
-    ("wide-many", 33, 1), ("wide-many", 64, 1), ("wide-many", 72, 1), ("wide-rails-many", 72, 1),
-    ("wide-failures", 36, 2),
+    ("wide-many", 33, 1), ("wide-many", 64, 1), ("wide-many", 72, 1),
+    ("wide-rails-many", 66, 1, -1, 15), ("wide-failures", 36, 2),
 )  # fmt: skip
 
 # As `Mistake` has them.
@@ -20,11 +21,11 @@ MISTAKES = {
         "wide-many", 33, "."),
     "wide: no group comes before that of a rank": (
         "native/rank_set.cuh", "return bits >= kWarpSize ? «~0u» :", "0u",
-        "wide-many", 40, ".", 2),
+        "wide-many", 34, "."),
     "wide: sums of ranks after the first 32 are added up before they are there": (
         "native/rows/combine.cu", "if («is_part[group] && arrived») {",
         "group == 0 && is_part[group]",
-        "wide-many", 40, "combine: ", 2),
+        "wide-many", 33, "combine: ", 2),
     "wide: a refusal reaches the first 32 ranks": (
         "native/device/stop.cu", "<<<1, «kThreads», 0, reinterpret_cast<cudaStream_t>(stream)>>>"
         "(ctx, phase, rails)", "kWarpSize",
@@ -36,6 +37,6 @@ MISTAKES = {
     "wide: rails: sums of ranks after the first 32 are added up before they are there": (
         "native/rows/domain_sums.cuh", "arrived && («!is_part[group]» ||",
         "group > 0 || !is_part[group]",
-        "wide-rails-many", 66, "combine: ", 3),
+        "wide-rails-many", 66, "combine: ", 12),
 }
 # fmt: on

@@ -11,7 +11,9 @@ Network::Network(int num_ranks, int local_ranks, int num_signals)
     : num_ranks_(num_ranks),
       local_ranks_(local_ranks),
       windows_(num_ranks),
-      signals_(num_ranks, std::vector<std::uint64_t>(num_signals, 0)) {
+      signals_(num_ranks, std::vector<std::uint64_t>(num_signals, 0)),
+      puts_(num_ranks * num_ranks),
+      num_put_(num_ranks * num_ranks, 0) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     Fiber& fiber = fibers_.emplace_back();
     fiber.cta.reset(new Cta{rank, kSmsOfRank, kSmsOfRank + 1, {}, {}, Barrier(1), {}, {}});
@@ -34,7 +36,8 @@ void Network::put(int rank, int window, int domain, std::size_t to, std::size_t 
   const Window &source = windows_[rank].at(window), &there = windows_[target].at(window);
   EMU_REQUIRE(from + num_bytes <= source.num_bytes && to + num_bytes <= there.num_bytes);
   EMU_REQUIRE(signal < static_cast<int>(signals_[target].size()));
-  if (static_cast<int>(between(rank, target).size()) >= queue_places) {
+  std::deque<Put>& puts = between(rank, target);
+  if (static_cast<int>(puts.size()) >= queue_places) {
     fail("a put waits without an end: the queue is full");
   }
   Put put{there.memory + to,
@@ -43,8 +46,10 @@ void Network::put(int rank, int window, int domain, std::size_t to, std::size_t 
           self().view.seen,
           signal,
           draw(8) == 0 ? draw(400) : 0};
-  between(rank, target).push_back(std::move(put));
-  ++num_put_[rank * num_ranks_ + target];
+  const int pair = rank * num_ranks_ + target;
+  if (puts.empty()) busy_.insert(std::lower_bound(busy_.begin(), busy_.end(), pair), pair);
+  puts.push_back(std::move(put));
+  ++num_put_[pair];
   note_progress();
   maybe_yield();
 }
@@ -75,18 +80,19 @@ const std::uint64_t* Network::look_at(int rank, int signal) {
 
 void Network::get_further() {
   if (stopped_ >= 0 && is_stop_over_()) stopped_ = -1;
-  std::vector<int> busy;
-  for (const auto& [pair, puts] : puts_) {
-    if (!puts.empty() && pair != stopped_) busy.push_back(pair);
-  }
-  if (busy.empty()) return;
-  const int pair = busy[draw(busy.size())], target = pair % num_ranks_;
+  const auto stopped = std::find(busy_.begin(), busy_.end(), stopped_);
+  const std::size_t number = busy_.size() - (stopped != busy_.end());
+  if (number == 0) return;
+  auto drawn = busy_.begin() + draw(number);
+  drawn += drawn >= stopped;
+  const int pair = *drawn, target = pair % num_ranks_;
   std::deque<Put>& puts = puts_[pair];
   note_progress();
   run_as(fibers_[target], [&] {
     if (puts.front().is_here) {
       const int signal = puts.front().signal;
       puts.pop_front();
+      if (puts.empty()) busy_.erase(drawn);
       if (signal < 0) return;
       std::uint64_t& word = signals_[target][signal];
       fence_proxy();
@@ -110,17 +116,14 @@ void Network::get_further() {
 }
 
 bool Network::is_at_rest() const {
-  return std::all_of(puts_.begin(), puts_.end(), [this](const auto& each) {
-    return each.second.empty() || each.first == stopped_;
-  });
+  return std::all_of(busy_.begin(), busy_.end(), [this](int pair) { return pair == stopped_; });
 }
 
 bool Network::has_bytes_on_the_way(int rank) const {
   const auto has_bytes = [](const Put& put) { return !put.bytes.empty(); };
-  return std::any_of(puts_.begin(), puts_.end(), [&](const auto& each) {
-    const auto& [pair, puts] = each;
+  return std::any_of(busy_.begin(), busy_.end(), [&](int pair) {
     if (pair / num_ranks_ != rank && pair % num_ranks_ != rank) return false;
-    return std::any_of(puts.begin(), puts.end(), has_bytes);
+    return std::any_of(puts_[pair].begin(), puts_[pair].end(), has_bytes);
   });
 }
 

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <vector>
 
 #include "emulator.h"
@@ -68,8 +67,9 @@ class Network {
   std::deque<Fiber> fibers_;                         // what stores into the memory of each rank
   std::vector<std::vector<Window>> windows_;         // by rank
   std::vector<std::vector<std::uint64_t>> signals_;  // by rank
-  std::map<int, std::deque<Put>> puts_;              // by source and target, in their order
-  std::map<int, std::uint64_t> num_put_;             // likewise
+  std::vector<std::deque<Put>> puts_;                // by source and target, in their order
+  std::vector<std::uint64_t> num_put_;               // likewise
+  std::vector<int> busy_;                            // those of `puts_` with any, ascending
   int stopped_ = -1;                                 // of `puts_`
   std::function<bool()> is_stop_over_;
 };
