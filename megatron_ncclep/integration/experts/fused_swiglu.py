@@ -64,8 +64,6 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{PACKAGE} has no kernels for a {device.type.upper()}"
     if reason := untried_pair():
         return reason
-    if find_spec("triton") is None:
-        return "adapters' kernels need the package triton, which torch for GPUs brings"
     for module in _MODULES:
         spec = find_spec(module)
         if spec is None or spec.origin is None:
@@ -75,6 +73,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
                 f"{PACKAGE} works only in a folder called {' or '.join(_FOLDERS)}, and its module "
                 f"{module} is {spec.origin}: install it where pip does by default"
             )
+    if find_spec("triton") is None:
+        return "adapters' kernels need the package triton, which torch for GPUs brings"
     major, minor = torch.cuda.get_device_capability(device)
     if major != _CAPABILITY:
         return (
