@@ -42,11 +42,6 @@ class AdaptedLayerSubject(LayerSubject):
             raise UnavailableError(f"grouped experts do not compute these adapters: {problem}")
         return experts
 
-    def _run(self) -> torch.Tensor:
-        if self._variant.grouped:
-            self._layer.experts.as_built.change()  # as the dispatcher of a model asks in every pass
-        return super()._run()
-
     def _zero_gradients(self) -> None:
         super()._zero_gradients()
         for parameter in self._layer.experts.parameters():

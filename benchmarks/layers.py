@@ -278,15 +278,19 @@ class LayerSubject(_Accumulating):
 
     def _make_layer(self, setting: Setting, max_recv_rows: Any) -> None:
         """Make `_layer`, with the router and the weights of the shared one, and `_dispatcher`."""
-        variant, grouped = self._variant, {"counts_on_device": True, "reverse_local_experts": True}
-        self._dispatcher = model.build_dispatcher(
-            variant.dispatcher, setting, self._workload, variant.options(max_recv_rows),
-            **(grouped if variant.grouped else {}),
-        )  # fmt: skip
+        variant, wanted = self._variant, {}
         self._layer = copy.copy(self._shared.module)
         self._layer._modules = dict(self._layer._modules)
-        self._layer.token_dispatcher = self._dispatcher
         self._layer.experts = self._experts_of()
+        if variant.grouped:
+            from megatron_ncclep.integration.experts.layer_experts import GroupedInLayer
+
+            grouped = GroupedInLayer(self._layer, is_asked_for=True)
+            wanted = {"counts_on_device": True, "grouped": grouped}
+        self._dispatcher = model.build_dispatcher(
+            variant.dispatcher, setting, self._workload, variant.options(max_recv_rows), **wanted
+        )
+        self._layer.token_dispatcher = self._dispatcher
 
     def _run(self) -> torch.Tensor:
         out: torch.Tensor = self._layer(self._x)[0]

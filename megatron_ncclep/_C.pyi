@@ -203,6 +203,7 @@ class GroupHandle:
         lacked: Tensor | None,
         num_sms: int,
         stream: int,
+        leaves_unused: bool,
     ) -> PlanHandle: ...
     def wait_for_sizes(
         self, *, plan: PlanHandle, rows_of_expert: Tensor, stream: int

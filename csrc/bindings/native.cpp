@@ -73,11 +73,12 @@ PlanPointer plan(Group& group, const Tensor& topk_idx, int most_tokens, std::uin
                  int alignment, std::int64_t max_recv_rows, const Tensor& counts,
                  const Tensor& token_routes, const Tensor& routes, std::int64_t max_pairs,
                  std::int64_t max_assignments, const OptionalTensor& kept,
-                 const OptionalTensor& lacked, int num_sms, std::uintptr_t stream) {
+                 const OptionalTensor& lacked, int num_sms, std::uintptr_t stream,
+                 bool leaves_unused) {
   return std::make_shared<Plan>(
       group.plan({sizeof(ncclepPlanConfig_t), &topk_idx, most_tokens, number, alignment,
                   max_recv_rows, &counts, &token_routes, &routes, max_pairs, max_assignments,
-                  address(kept), address(lacked), num_sms, address(stream)}));
+                  address(kept), address(lacked), num_sms, address(stream), leaves_unused}));
 }
 
 using Step = void (Group::*)(const Plan&, const ncclepRows_t&);
@@ -145,7 +146,7 @@ void bind_group(py::module_& module) {
       .def("routes_size", &Group::routes_size, "max_pairs"_a, "max_assignments"_a, "most_tokens"_a)
       .def("plan", &plan, py::kw_only(), "topk_idx"_a, "most_tokens"_a, "number"_a, "alignment"_a,
            "max_recv_rows"_a, "counts"_a, "token_routes"_a, "routes"_a, "max_pairs"_a,
-           "max_assignments"_a, "kept"_a, "lacked"_a, "num_sms"_a, "stream"_a)
+           "max_assignments"_a, "kept"_a, "lacked"_a, "num_sms"_a, "stream"_a, "leaves_unused"_a)
       // None when the plan has failed on the device.
       .def(
           "wait_for_sizes",

@@ -16,6 +16,9 @@ inline constexpr std::size_t kFirstSize = sizeof(Struct);
 template <>
 inline constexpr std::size_t kFirstSize<ncclepGroupInfo_t> =
     offsetof(ncclepGroupInfo_t, num_domains);
+template <>
+inline constexpr std::size_t kFirstSize<ncclepPlanConfig_t> =
+    offsetof(ncclepPlanConfig_t, leaves_unused);
 
 template <typename Struct>
 void require_size(const Struct* given, const char* name) {

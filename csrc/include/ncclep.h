@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 /* 100 * major + minor.  A larger major number: programs must be compiled again. */
-#define NCCLEP_VERSION 101
+#define NCCLEP_VERSION 102
 
 #define NCCLEP_API __attribute__((visibility("default")))
 
@@ -296,9 +296,11 @@ typedef struct {
                                    not needed; needs kept */
   int num_sms;                  /* that the kernels may use, at least ncclepMinSms */
   void* stream;
+  int leaves_unused; /* static mode: 0: each dispatch zeros rows after the last block; 1: they stay
+                        as they are, and only their weights are zeroed */
 } ncclepPlanConfig_t;
 #define NCCLEP_PLAN_CONFIG_INIT \
-  {sizeof(ncclepPlanConfig_t), NULL, 0, 0, 1, 0, NULL, NULL, NULL, 0, 0, NULL, NULL, 32, NULL}
+  {sizeof(ncclepPlanConfig_t), NULL, 0, 0, 1, 0, NULL, NULL, NULL, 0, 0, NULL, NULL, 32, NULL, 0}
 
 /* The numbers of rows, pairs and assignments that a rank receives. */
 typedef struct {

@@ -114,7 +114,7 @@ class RoutePlan(Uncopied):
     def tokens_per_expert(self) -> torch.Tensor:
         """int64 [num_local_experts]: rows of each local expert's block, padded to the alignment.
 
-        Their sum is `num_rows`, except in static mode, where rows after the last block are zero.
+        Their sum is `num_rows`, except in static mode, where rows may follow the last block.
         """
         return self.counts[: len(self.counts) // 2]
 
@@ -156,12 +156,15 @@ class Engine(Protocol):
     group: EpGroup
     num_local_experts: int
 
-    def plan(self, topk_idx: torch.Tensor) -> RoutePlan:
+    def plan(self, topk_idx: torch.Tensor, zero_unused: bool = True) -> RoutePlan:
         """Agree on the routes of one micro-batch.
 
         Args:
             topk_idx: [num_tokens, top_k] int32 or int64; global expert indices, distinct within a
                 row, `NOT_ROUTED` where an assignment goes nowhere.
+            zero_unused: in static mode, rows after the last block are zero in every dispatch of the
+                plan.  False: they may hold anything, for experts that do not read them; their
+                weights are zero.  The ranks may differ in it.
 
         Raises:
             InputError: on every rank, when a rank's indices are wrong or ranks differ in top-k; in
@@ -183,7 +186,7 @@ class Engine(Protocol):
 
         Returns:
             rows [num_rows, hidden] in slot order, and their weights [num_rows] (None without `w`).
-            Padding rows and their weights are zero.
+            Padding rows and their weights are zero; for those after the last block, see `plan`.
 
         Raises:
             InputError: on every rank, when an argument is wrong on any or ranks differ in hidden

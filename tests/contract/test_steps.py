@@ -59,6 +59,12 @@ def steps_on_rank(
         y, values = row_values(case, ctx.rank, plan.num_rows)
         dispatched = [*engine.dispatch(plan, x, case.weights(ctx.rank)), *engine.dispatch(plan, x)]
         combined = [*engine.combine(plan, y, values), *engine.combine(plan, y)]
+        if case.max_recv_rows is not None:
+            loose = engine.plan(case.topk_idx(ctx.rank), zero_unused=False)
+            rows, row_w = engine.dispatch(loose, x, case.weights(ctx.rank))
+            used = int(loose.tokens_per_expert.sum())
+            assert_same_bits(rows[:used], dispatched[0][:used], "rows, unused ones left out")
+            assert_same_bits(row_w, dispatched[1], "weights, those of unused rows too")
         return numbers_of(plan), dispatched, combined
 
 

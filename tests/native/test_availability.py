@@ -65,14 +65,17 @@ def test_ranks_share_a_gpu_where_nccl_allows_it(
 
 
 @pytest.mark.parametrize(
-    ("sms_of_gpu", "ranks_per_gpu", "num_sms"),
-    [(132, 1, 32), (132, 4, 25), (148, 8, 14), (78, 2, 23)],
+    ("sms_of_gpu", "num_ranks", "ranks_per_gpu", "num_sms"),
+    [
+        *((132, 8, 1, 32), (132, 8, 4, 25), (148, 8, 8, 14), (78, 8, 2, 23)),
+        *((132, 2, 1, 64), (132, 1, 1, 64), (78, 2, 1, 46), (132, 2, 2, 32), (132, 3, 1, 32)),
+    ],
 )
-def test_kernels_of_ranks_that_share_a_gpu_fit_on_it(
-    machine: Machine, sms_of_gpu: int, ranks_per_gpu: int, num_sms: int
+def test_kernels_fit_on_their_gpu(
+    machine: Machine, sms_of_gpu: int, num_ranks: int, ranks_per_gpu: int, num_sms: int
 ) -> None:
     machine.gpus[0] = replace(machine.gpus[0], multi_processor_count=sms_of_gpu)
-    group = SimpleNamespace(device=torch.device("cuda", 0), size=8)
+    group = SimpleNamespace(device=torch.device("cuda", 0), size=num_ranks)
     assert native_availability.default_num_sms(group, ranks_per_gpu) == num_sms
 
 
@@ -237,7 +240,7 @@ def test_the_limits_are_the_kernels_own() -> None:
     # Ranks on CPUs make the same messages, and have no extension to ask.
     assert native.MESSAGE_VECTOR == VECTOR
     # The default number of SMs works wherever the engine does.
-    for size in (1, native.MAX_LOCAL_RANKS, native.MAX_RANKS):
+    for size in (3, native.MAX_LOCAL_RANKS, native.MAX_RANKS):
         group: Any = SimpleNamespace(device=torch.device("cuda", 0), size=size)
         assert native.native_min_sms(size) <= native_availability.default_num_sms(group, 1)
 

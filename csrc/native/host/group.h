@@ -44,6 +44,7 @@ struct Plan {
   std::int64_t num_pairs = 0, num_assignments = 0;
   // Of the dispatched tensor; negative until it is known.
   std::int64_t num_rows = -1;
+  bool leaves_unused = true;  // see ncclepPlanConfig_t; in exact mode no row is unused
 };
 
 // The windows of a rank.

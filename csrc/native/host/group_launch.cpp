@@ -118,6 +118,7 @@ Plan Group::plan(const ncclepPlanConfig_t& config) {
     count.topk_idx = drop.kept;
     count.is_int64 = false;
   }
+  plan.leaves_unused = !is_static || config.leaves_unused != 0;
   if (is_static) {
     plan.num_rows = max_recv_rows;
   } else {
@@ -191,6 +192,7 @@ void Group::dispatch(const Plan& plan, const ncclepRows_t& given) {
   job.row_bytes = row_bytes_of(at.rows);
   job.num_phases = num_phases_of(std::min(job.most_tokens, control_.round_tokens()), job.row_bytes);
   job.num_rows = at.rows.shape[0];
+  job.leaves_unused = plan.leaves_unused;
   job.tokens_per_expert = pointer<std::int64_t>(plan.counts);
   job.routed_per_expert = job.tokens_per_expert + control_.num_local();
   job.token_ranks = token_routes_of(plan.token_routes, control_).token_ranks;

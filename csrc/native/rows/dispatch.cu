@@ -28,6 +28,7 @@
 #include "common/launch.h"
 #include "native/device/call_barrier.cuh"
 #include "native/device/wait.cuh"
+#include "native/device/warp.cuh"
 #include "native/device/work_counter.cuh"
 #include "native/rails/phases.cuh"
 #include "native/rows/cta_roles.h"
@@ -46,24 +47,42 @@ __device__ void zero_with_warp(char* to, int bytes, int lane) {
   }
 }
 
-// Zeros padding rows and, in static mode, the rows after the last block.
+__device__ void zero_row(const Dispatch& job, std::int64_t row, int lane) {
+  zero_with_warp(job.rows + row * job.row_bytes, job.row_bytes, lane);
+  if (job.has_weights && lane == 0) job.row_w[row] = 0;
+}
+
+// Zeros the padding rows of blocks; where rows after the last block stay as they are, their
+// weights.
 __device__ void zero_padding(const KernelContext& ctx, const Dispatch& job, int num_ctas) {
   const int num_local = ctx.control.num_experts / ctx.control.num_ranks;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = kWarps * num_ctas;
-  const auto zero = [&](std::int64_t row) {
-    zero_with_warp(job.rows + row * job.row_bytes, job.row_bytes, lane);
-    if (job.has_weights && lane == 0) job.row_w[row] = 0;
-  };
   std::int64_t end = 0;
   for (int expert = 0; expert < num_local; ++expert) {
     const std::int64_t start = end;
     end += job.tokens_per_expert[expert];
     for (std::int64_t row = start + job.routed_per_expert[expert] + warp; row < end; row += warps) {
-      zero(row);
+      zero_row(job, row, lane);
     }
   }
-  for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero(row);
+  if (!job.leaves_unused || !job.has_weights) return;
+  const int first = warp * kWarpSize + lane, step = warps * kWarpSize;
+  for (std::int64_t row = end + first; row < job.num_rows; row += step) job.row_w[row] = 0;
+}
+
+// Zeros the rows after the last block.  With much room they are most of what a dispatch stores, so
+// all warps do it, once the other rows are in their slots.
+__device__ void zero_unused(const KernelContext& ctx, const Dispatch& job) {
+  const int num_local = ctx.control.num_experts / ctx.control.num_ranks;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize, warps = kWarps * gridDim.x;
+  int end = 0;  // of the last block
+  for (int expert = lane; expert < num_local; expert += kWarpSize) {
+    end += static_cast<int>(job.tokens_per_expert[expert]);
+  }
+  end = warp_sum(end);
+  for (std::int64_t row = end + warp; row < job.num_rows; row += warps) zero_row(job, row, lane);
 }
 
 // Puts the weights of all rows but padding into their slots, once all have arrived.  Called by
@@ -298,6 +317,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, 1)
         pass_rounds_on(ctx, rails, job, epoch);
       }
     }
+    if (!job.leaves_unused) zero_unused(ctx, job);
   }
   if (!leave(ctx)) return;
   if (has_failed(ctx)) {

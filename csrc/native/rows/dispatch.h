@@ -19,6 +19,7 @@ struct Dispatch {
   int num_tokens, most_tokens, top_k, row_bytes;  // most_tokens: of any rank
   int num_phases;  // in which the rows of a round are staged, 1 to kPhases; the same on all ranks
   std::int64_t num_rows;
+  bool leaves_unused;                     // rows after the last block stay as they are
   const std::int64_t* tokens_per_expert;  // [experts of this rank]
   const std::int64_t* routed_per_expert;  // [experts of this rank]
   const std::uint32_t* token_ranks;       // [T, G]: see TokenRoutes

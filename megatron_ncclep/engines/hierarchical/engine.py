@@ -132,7 +132,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         group.announce(f"hierarchical: {self.nodes}, {self.inside!r} inside a node{why}")
 
     @torch.no_grad()
-    def plan(self, topk_idx: torch.Tensor) -> HierarchicalPlan:
+    def plan(self, topk_idx: torch.Tensor, zero_unused: bool = True) -> HierarchicalPlan:
         """See `Engine.plan`.
 
         Where hosts do not agree, an index that is not an expert, or an expert named twice, counts
@@ -160,7 +160,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
 
         def plan_inside() -> RoutePlan:
             with self._inside():
-                return engine.plan(received)
+                return engine.plan(received, zero_unused)
 
         if self._waits:
             what = "plan inside the nodes"

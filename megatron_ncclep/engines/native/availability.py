@@ -26,6 +26,10 @@ MIN_COMPUTE_CAPABILITY = (9, 0)
 # Of GPUs with NVLink domains of more than 32, for which there are kernels of their own.
 WIDE_COMPUTE_CAPABILITY = (10, 0)
 DEFAULT_NUM_SMS = 32
+# Of one or two ranks: half of the rows and more stay on their GPU, and SMs bound dispatch.  On two
+# H200s the passes took 0.80 to 1.00 times as long as with 32
+# (benchmarks/results/2026-11-28-more-sms.txt).
+NUM_SMS_OF_TWO_RANKS = 64
 # SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs. One of our
 # CTAs takes nearly all the shared memory of its SM, so none of NCCL's fits next to it.
 SMS_FOR_NCCL = 32
@@ -111,10 +115,13 @@ def most_sms(sms_of_gpu: int, ranks_per_gpu: int = 1) -> int:
 def default_num_sms(group: EpGroup, ranks_per_gpu: int) -> int:
     """The number of SMs that the kernels of one rank use unless `num_sms` is set."""
     requested = max(DEFAULT_NUM_SMS, extension.load().native_min_sms(group.size))
-    if ranks_per_gpu == 1:
+    if ranks_per_gpu == 1 and group.size > 2:
         return requested
     gpu = torch.cuda.get_device_properties(group.device)
-    return min(requested, most_sms(gpu.multi_processor_count, ranks_per_gpu))
+    most = most_sms(gpu.multi_processor_count, ranks_per_gpu)
+    if ranks_per_gpu > 1:
+        return min(requested, most)
+    return max(requested, min(NUM_SMS_OF_TWO_RANKS, most))
 
 
 def _sms_problem(num_ranks: int, num_sms: int, gpu: Any, ranks_per_gpu: int) -> str | None:

@@ -91,7 +91,7 @@ class NativeEngine(EngineBase[NativePlan]):
         self._shared, self._native = shared, shared.native
         self._protocol = HostProtocol(self, shared)
 
-    def plan(self, topk_idx: torch.Tensor) -> NativePlan:
+    def plan(self, topk_idx: torch.Tensor, zero_unused: bool = True) -> NativePlan:
         """See `Engine.plan`.
 
         The device checks the values of `topk_idx`.  In static mode the host waits neither for the
@@ -122,6 +122,7 @@ class NativeEngine(EngineBase[NativePlan]):
                 lacked=None if report is None else report.for_kernel(),
                 num_sms=self.num_sms,
                 stream=stream,
+                leaves_unused=not zero_unused,
             )
         # The plan object is made while the device works; in exact mode the sizes follow.
         num_tokens, top_k = topk_idx.shape

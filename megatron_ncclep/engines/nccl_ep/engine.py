@@ -59,7 +59,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
         super().__init__(group, num_experts, config)
 
     @torch.no_grad()
-    def plan(self, topk_idx: torch.Tensor) -> NcclEpPlan:
+    def plan(self, topk_idx: torch.Tensor, zero_unused: bool = True) -> NcclEpPlan:
         """See `Engine.plan`."""
         self.require_open()
         agreement = self.agree_on_routes(topk_idx, self.topk_problem(topk_idx))

@@ -25,6 +25,7 @@ import torch
 
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import (
+    BYTES,
     COMMON_OPTIONS,
     NOT_ROUTED,
     SOURCE_PART_UNROUNDED,
@@ -62,6 +63,7 @@ class ReferencePlan(RoutePlan):
         blocks: for each local expert, its first row and the number of rows that are not padding.
         pairs_sent, assignments_sent: per destination rank.
         pairs_received, assignments_received: per source rank, including dropped ones.
+        zero_unused: see `Engine.plan`.
     """
 
     sent_token: torch.Tensor
@@ -73,6 +75,7 @@ class ReferencePlan(RoutePlan):
     assignments_sent: list[int]
     pairs_received: list[int]
     assignments_received: list[int]
+    zero_unused: bool
 
 
 class ReferenceEngine(EngineBase[ReferencePlan]):
@@ -82,7 +85,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
     plan_type = ReferencePlan
 
     @plain_torch
-    def plan(self, topk_idx: torch.Tensor) -> ReferencePlan:
+    def plan(self, topk_idx: torch.Tensor, zero_unused: bool = True) -> ReferencePlan:
         """See `Engine.plan`."""
         self.require_open()
         num_ranks, num_local = self.group.size, self.num_local_experts
@@ -136,6 +139,7 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
             assignments_sent=is_sent.view(num_ranks, -1).sum(dim=1).tolist(),
             pairs_received=[int(part.sum()) for part in is_pair.split(tokens_of)],
             assignments_received=[sum(of_experts) for of_experts in numbers],
+            zero_unused=zero_unused,
         )
 
     @plain_torch
@@ -281,6 +285,8 @@ def _with_padding(plan: ReferencePlan, values: torch.Tensor) -> torch.Tensor:
     numbers = [number for _, number in plan.blocks]
     for (first, number), of_expert in zip(plan.blocks, values.split(numbers), strict=True):
         rows[first : first + number] = of_expert
+    if values.dim() > 1 and not plan.zero_unused:  # nobody may read them: make mistakes show
+        rows[int(plan.tokens_per_expert.sum()) :] = -1 if values.dtype == BYTES else torch.nan
     return rows
 
 

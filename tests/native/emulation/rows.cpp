@@ -199,6 +199,7 @@ void Rows::dispatch(int rank, int number) {
   job.row_bytes = step.row_bytes;
   job.num_phases = step.phases;
   job.num_rows = num_rows;
+  job.leaves_unused = routing.limit == 0 || number % 2 == 1;
   job.tokens_per_expert = plan.counts->data<std::int64_t>();
   job.routed_per_expert = job.tokens_per_expert + sizes.local;
   job.token_ranks = token_routes_of(plan, num_tokens).token_ranks;
@@ -226,10 +227,16 @@ void Rows::dispatch(int rank, int number) {
   }
   for (std::int64_t row = 0; row < num_rows; ++row) {
     const int source = origin[row].first, index = origin[row].second;
-    numbers.expect(
-        rows.data<char>() + row * step.row_bytes, hidden,
-        [&](int i) { return source < 0 ? 0 : value(number, source, index / top_k, i); },
-        "dispatch: row ", row, " of rank ", rank, ", from rank ", source);
+    const char* found = rows.data<char>() + row * step.row_bytes;
+    if (job.leaves_unused && row >= routing.num_rows[rank]) {
+      require(std::all_of(found, found + step.row_bytes, [](char c) { return c == kGarbage; }),
+              "dispatch: unused row ", row, " of rank ", rank, " is written");
+    } else {
+      numbers.expect(
+          found, hidden,
+          [&](int i) { return source < 0 ? 0 : value(number, source, index / top_k, i); },
+          "dispatch: row ", row, " of rank ", rank, ", from rank ", source);
+    }
     if (!step.has_weights) continue;
     kWeights.expect(
         row_w.data<char>() + 4 * row, 1,

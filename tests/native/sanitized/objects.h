@@ -167,7 +167,8 @@ class Objects {
             .max_pairs = kPairs,
             .max_assignments = kAssignments,
             .num_sms = 8,
-            .stream = pointer(stream)};
+            .stream = pointer(stream),
+            .leaves_unused = 0};
   }
   void make_plan(const ncclepPlanConfig_t& config, ncclepGroup_t of = nullptr) {
     ncclepPlan_t made = nullptr;
