@@ -214,11 +214,7 @@ class QuackProducts:
             scale: a factor in fp32.
             interleaved: the rows' columns are gate 0, up 0, gate 1, ...
         """
-        low = rows.new_empty(len(rows), factor.shape[1])
-        concat = ("B",) if interleaved else ()
-        tensors = (rows, factor, low, None)
-        self._plain(key, tensors, {"cu_seqlens_m": ends}, concat, NARROW, scale)
-        return low
+        return self._by_factor(key, rows, factor, ends, interleaved, NARROW, scale)
 
     def wide(
         self, key: str, low: Tensor, factor: Tensor, ends: Tensor, interleaved: bool = False
@@ -227,20 +223,10 @@ class QuackProducts:
 
         If `interleaved`, the result's columns are gate 0, up 0, gate 1, ...
         """
-        result = low.new_empty(len(low), factor.shape[1])
-        concat = ("B",) if interleaved else ()
-        self._plain(key, (low, factor, result, None), {"cu_seqlens_m": ends}, concat)
-        return result
+        return self._by_factor(key, low, factor, ends, interleaved)
 
-    def with_low_rank(self, rows: Tensor, factor: Tensor, ends: Tensor, scale: float) -> Tensor:
-        """See `low_rank_kernels.with_low_rank`."""
-        return low_rank_kernels.with_low_rank(rows, factor, ends, scale)
-
-    def factor_gradients(
-        self, grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False
-    ) -> Tensor:
-        """See `low_rank_kernels.factor_gradients`."""
-        return low_rank_kernels.factor_gradients(grad, rows, ends, interleaved)
+    with_low_rank = staticmethod(low_rank_kernels.with_low_rank)
+    factor_gradients = staticmethod(low_rank_kernels.factor_gradients)
 
     def weight_gradients(
         self,
@@ -283,6 +269,23 @@ class QuackProducts:
                 concat=(("C", "out") if adds else ("out",)) if interleaved else (),
             )
         return out
+
+    def _by_factor(
+        self,
+        key: str,
+        rows: Tensor,
+        factor: Tensor,
+        ends: Tensor,
+        interleaved: bool,
+        tile: Tile = PLAIN,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Rows times an adapter's factor, as `narrow` and `wide` say."""
+        result = rows.new_empty(len(rows), factor.shape[1])
+        concat = ("B",) if interleaved else ()
+        tensors = (rows, factor, result, None)
+        self._plain(key, tensors, {"cu_seqlens_m": ends}, concat, tile, scale)
+        return result
 
     def _plain(
         self,
