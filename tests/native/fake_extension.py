@@ -228,5 +228,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (native_low_latency, "communicator_of", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda device: None),
+        (
+            *(torch.cuda, "get_device_properties"),
+            lambda device: SimpleNamespace(multi_processor_count=132),
+        ),
     ):
         monkeypatch.setattr(where, name, value)
