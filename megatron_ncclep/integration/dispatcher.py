@@ -136,7 +136,6 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
-        self._change: str | None = None  # see `GroupedInLayer.change`
         # Rows of each block in Megatron's order, if the rows were moved into it for this pass.
         self._moved: list[int] | None = None
         self.cudagraph_attrs = ["_routing_map"]
@@ -181,10 +180,6 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         routing_map, self._routing_map = self._routing_map, None
         self._take_over(hidden_states, probs, routing_map)
         self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
-        zero_unused = self._grouped is None or self._counts_cover_all_rows
-        if self._grouped is not None:
-            self._change = self._grouped.change()
-            zero_unused |= self._change is not None
         shared_experts.prepare(shared, hidden_states)
         with shared_experts.finished_after_errors(shared, has_dispatched=False):
             chosen = routes_and_weights(
@@ -197,6 +192,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             group.is_warmup = is_graph_capturing() and not is_captured
             engine = self.engines.in_use()
             with step_range("plan", hidden_states):
+                zero_unused = self._grouped is None or self._counts_cover_all_rows
                 self._plan = engine.plan(chosen[0].topk_idx, zero_unused)
             if not group.is_warmup and not _is_recomputing():
                 if self._can_drop and engine is self.engine:
@@ -227,8 +223,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         """
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
-        if self._change is not None:
-            return self._in_megatrons_order(plan, hidden_states, probs, self._change)
+        if self._grouped is not None and (change := self._grouped.change()):
+            return self._in_megatrons_order(plan, hidden_states, probs, change)
         if self._counts_on_device:
             counts = plan.tokens_per_expert
         else:
@@ -277,7 +273,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `dispatch_postprocess` returns for Megatron's experts in place of grouped ones.
 
-        The first expert comes first, and the counts are on the CPU and cover all rows.
+        The first expert comes first, and the counts are on the CPU and cover all rows, the unused
+        ones too, which are zero then.
 
         Raises:
             UnsupportedError: a CUDA graph would hold this.

@@ -114,7 +114,9 @@ def refused_graph(found: str) -> UnsupportedError:
 
 
 def reversed_blocks(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Put blocks of rows into the opposite order; rows after the last block stay there.
+    """Put blocks of rows into the opposite order, and zeros after the last block.
+
+    Rows there may hold anything, and so may their gradients, which do not pass.
 
     Args:
         rows: [num_rows, ...].
@@ -124,7 +126,7 @@ def reversed_blocks(rows: Tensor, sizes: list[int]) -> Tensor:
         [num_rows, ...], differentiable.
     """
     *blocks, others = rows.split([*sizes, len(rows) - sum(sizes)])
-    return torch.cat([*blocks[::-1], others])
+    return torch.cat([*blocks[::-1], torch.zeros_like(others)])
 
 
 def counts_wanted(experts: Any) -> dict[str, bool]:

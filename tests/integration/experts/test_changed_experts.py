@@ -87,6 +87,36 @@ def test_hooks_of_all_modules(ctx: RankContext, register: Any, kind: str) -> Non
         handles.pop().remove()
 
 
+def test_what_changes_while_rows_are_on_their_way(ctx: RankContext) -> None:
+    """The dispatcher looked at the experts before it dispatched, and no more after that: a hook put
+    on them in between was never called, in a pass whose unused rows hold anything.
+    """
+    from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
+
+    dispatch = NcclEpTokenDispatcher.token_dispatch
+
+    def late(layer: Any, seen: Any) -> None:
+        def token_dispatch(*args: Any) -> Any:
+            rows = dispatch(layer.token_dispatcher, *args)
+            if not holder(layer).linear_fc1._forward_hooks:
+                CHANGES["forward hook"].make(layer, seen)
+            return rows
+
+        layer.token_dispatcher.token_dispatch = token_dispatch
+
+    words = "has a forward hook"
+    expected, _, _ = train(CHANGES["forward hook"], THEIRS, "cpu", False, ctx.rank, **FIELDS)
+    for room in (None, 256):
+        options = EpConfig(experts="auto", max_recv_rows=room)
+        found, _, said = train(Change(late), options, "cpu", False, ctx.rank, **FIELDS)
+        for key, value in expected.items():
+            if value is not None:
+                torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=key)
+        assert any("Megatron's experts compute" in line and words in line for line in said)
+    with pytest.raises(UnsupportedError, match=words):
+        train(Change(late), EpConfig(experts="grouped"), "cpu", False, ctx.rank, **FIELDS)
+
+
 def test_a_class_that_is_changed() -> None:
     from megatron_ncclep.integration.experts.as_built import AsBuilt
 
