@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.checks.unsupported import Refusal, is_on, other_than
 from megatron_ncclep.integration.experts.activation import is_fused
@@ -12,6 +14,12 @@ from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_
 # In numbers of bf16, so that every row and every weight begins at a multiple of ADDRESS_BYTES.
 WIDTH = ADDRESS_BYTES // 2
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
+
+
+def _has_parameters(function: Any) -> bool:
+    """Whether an activation is a module with parameters, or a method of one."""
+    module = getattr(function, "__self__", function)
+    return isinstance(module, nn.Module) and any(True for _ in module.parameters())
 
 
 REFUSALS = (
@@ -36,6 +44,12 @@ REFUSALS = (
         "leave it out: they keep one parameter for each expert, without copying them",
     ),
     Refusal("use_te_activation_func", is_on, "leave it out: Megatron's own activations are used"),
+    Refusal(
+        "activation_func",
+        _has_parameters,
+        "use one without parameters: rows of no expert, which may hold anything, would add to "
+        "their gradients",
+    ),
     Refusal(
         "activation_func_fp8_input_store", is_on, "leave it out: activations are kept as they are"
     ),

@@ -207,6 +207,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one-parameter": ({"moe_single_grouped_weight": True}, "one parameter for each expert"),
     "te-activation": ({"use_te_activation_func": True}, "Megatron's own activations"),
     "fp8-activation": ({"activation_func_fp8_input_store": True}, "kept as they are"),
+    "trained-act": (
+        {"activation_func": torch.nn.PReLU()},
+        "num_parameters=1): use one without param",
+    ),
     "interleaved": ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8: leave it"),
     "fp8": ({"fp8": "e4m3"}, "fp8='e4m3': leave it out: they compute in bf16"),
     "recipe": ({"quant_recipe": object()}, "quantised experts are not supported yet"),
