@@ -44,4 +44,7 @@ void versions() {
   REQUIRE(info.num_ranks == kRanks && info.num_domains == kOwn);
   REQUIRE(info.size == offsetof(ncclepGroupInfo_t, num_domains));
   REQUIRE(o.info().num_domains == 1 && o.info().size == sizeof(ncclepGroupInfo_t));
+  ncclepPlanConfig_t config = o.plan_config(kRows);
+  config.size = offsetof(ncclepPlanConfig_t, leaves_unused);
+  o.make_plan(config);
 }
