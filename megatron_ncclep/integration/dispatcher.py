@@ -75,7 +75,6 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         pg_collection: Any,
         counts_on_device: bool = False,
         counts_cover_all_rows: bool = False,
-        reverse_local_experts: bool = False,
         grouped: GroupedInLayer | None = None,
         options: EpConfig | None = None,
     ) -> None:
@@ -89,10 +88,10 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             counts_on_device: the experts take tokens_per_expert on the device; otherwise on the
                 CPU, for which `dispatch_postprocess` waits.
             counts_cover_all_rows: even then, the experts need the counts to cover every row.
-            reverse_local_experts: the experts need their blocks in descending order.  The engine
-                then treats the rank's last expert as its first; no rows are moved for that.
-            grouped: the layer's grouped experts, which need that order.  When something was put on
-                their modules, rows are moved into Megatron's order, for its own experts.
+            grouped: the layer's grouped experts, which need their blocks in descending order.  The
+                engine then treats the rank's last expert as its first; no rows are moved for that.
+                When something was put on their modules, rows are moved into Megatron's order, for
+                its own experts.
             options: replace those of the config.
 
         Raises:
@@ -115,9 +114,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._is_static = self.engine.config.max_recv_rows is not None
         self._can_drop = can_drop(self.engine.config)
         self._grouped = grouped
-        self._experts_per_block = (
-            num_local_experts if reverse_local_experts or grouped is not None else 1
-        )
+        self._experts_per_block = 1 if grouped is None else num_local_experts
         # For `metrics_interval`.
         self._counts: LayerCounts | None = None
         try:
@@ -217,9 +214,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             weights. tokens_per_expert is on the CPU, where Megatron's experts expect it, or on the
             device for experts that take it there, in which case the host does not wait.  It adds up
             to the number of rows, except in static mode for experts that take it on the device and
-            do not need the full sum: there the rows after the last block belong to no expert, and
-            hold anything if the experts are grouped.  Otherwise they are zero, and the last
-            expert's.
+            do not need the full sum: there the rows after the last block belong to no expert,
+            otherwise to the last one.  They are zero, or anything for grouped experts.
         """
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
