@@ -211,8 +211,8 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": gpus}
     if step.library:
         environment["NCCLEP_NCCL_EP_LIBRARY"] = step.library
-        if problem := library_problem(environment):
-            return Outcome(part, step.name, None, 0, problem, [])
+    if problem := what_is_missing(step, environment):
+        return Outcome(part, step.name, None, 0, problem, [])
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -245,6 +245,20 @@ def run_step(part: str, step: Step, out: Path, limit_s: int, gpus: str) -> Outco
         counts += f"; stopped after {limit_s} s" if status < 0 else f"; exit status {status}, {log}"
     seconds = round(time.monotonic() - start)
     return Outcome(part, step.name, status == 0, seconds, counts, left_out)
+
+
+def what_is_missing(step: Step, environment: dict[str, str]) -> str:
+    """Why none of the step's tests can run on this machine; empty if nothing is known."""
+    if step.library:
+        return library_problem(environment)
+    from megatron_ncclep.libraries import extension
+
+    if step.network and step.engine == "native" and not extension.load().build_info()["nccl"]:
+        return (
+            "the extension was built without NCCL's headers: build it again where NCCL_HOME has "
+            "them in include/"
+        )
+    return ""
 
 
 def library_problem(environment: dict[str, str]) -> str:

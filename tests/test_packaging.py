@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from timeouts import patient
@@ -309,6 +311,18 @@ def test_make_gpu_runs_every_file_of_tests_gpu():
     steps = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert sorted(files - set(steps.split())) == []
+
+
+def test_make_gpu_says_that_a_build_has_no_network(monkeypatch, tmp_path: Path):
+    """Half an hour of a machine went to network steps that failed test by test."""
+    spec = importlib.util.spec_from_file_location("gpu_steps", ROOT / "scripts" / "gpu.py")
+    gpu = sys.modules["gpu_steps"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    built = SimpleNamespace(build_info=lambda: {"nccl": ""})
+    monkeypatch.setattr(extension, "load", lambda: built)
+    outcome = gpu.run_step("network", gpu.PARTS["network"][0], tmp_path, 1, "0")
+    assert outcome.passed is None
+    assert "NCCL_HOME" in outcome.counts
 
 
 def test_no_file_is_too_long():

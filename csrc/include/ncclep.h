@@ -296,8 +296,7 @@ typedef struct {
                                    not needed; needs kept */
   int num_sms;                  /* that the kernels may use, at least ncclepMinSms */
   void* stream;
-  int leaves_unused; /* static mode: 0: each dispatch zeros rows after the last block; 1: they stay
-                        as they are, and only their weights are zeroed */
+  int leaves_unused; /* 1: static mode zeros no rows after the last block, but their weights */
 } ncclepPlanConfig_t;
 #define NCCLEP_PLAN_CONFIG_INIT \
   {sizeof(ncclepPlanConfig_t), NULL, 0, 0, 1, 0, NULL, NULL, NULL, 0, 0, NULL, NULL, 32, NULL, 0}
