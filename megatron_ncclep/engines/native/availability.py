@@ -27,9 +27,9 @@ MIN_COMPUTE_CAPABILITY = (9, 0)
 WIDE_COMPUTE_CAPABILITY = (10, 0)
 DEFAULT_NUM_SMS = 32
 # Of one or two ranks: half of the rows and more stay on their GPU, and SMs bound dispatch.  On two
-# H200s the passes took 0.80 to 1.00 times as long as with 32
-# (benchmarks/results/2026-11-28-more-sms.txt).
-NUM_SMS_OF_TWO_RANKS = 64
+# H200s plan and passes took 0.83 to 0.99 times as long as with 32, and with 64 hardly less
+# (benchmarks/results/2026-11-28-more-sms.txt); with those, two groups would not fit beside NCCL.
+NUM_SMS_OF_TWO_RANKS = 48
 # SMs left to NCCL's kernels of other groups, which by default have up to this many CTAs. One of our
 # CTAs takes nearly all the shared memory of its SM, so none of NCCL's fits next to it.
 SMS_FOR_NCCL = 32
