@@ -48,6 +48,8 @@ def run_reporting(command: str, call: Callable[[], int]) -> int:
         if envs.get("NCCLEP_LOG") == "DEBUG":
             traceback.print_exc()
         _report(command, f"{type(error).__name__}: {error}", str(error))
+        if "RANK" in os.environ:
+            _keep_for_good(error)
         return 2
     except Exception as error:
         if isinstance(error, RuntimeError) and (lost := _lost_ranks()):
@@ -102,9 +104,9 @@ def _lost_ranks() -> str:
 
 
 def _keep_for_good(error: BaseException) -> None:
-    """Never free a collective's error, nor the tensors and the work in its frames.
+    """Never free a rank's error, nor the tensors and the work of collectives in its frames.
 
-    Gloo's thread drops its reference to the failed work at some later time.  If that reference were
+    Gloo's thread drops its reference to such work at some later time.  If that reference were
     the last one, the thread would need the interpreter to free the tensors; if the interpreter is
     already ending, torch aborts the process ("terminate called without an active exception"), and
     the exit status says nothing about the cause.
