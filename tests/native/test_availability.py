@@ -231,7 +231,7 @@ def test_just_within_the_limits(machine: Machine, num_ranks: int, options: dict[
     extension.unavailable_reason() is not None,
     reason=f"nothing to call: {extension.unavailable_reason()}",
 )
-def test_the_limits_are_the_kernels_own() -> None:
+def test_the_limits_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python let through beyond them would write beyond what is there."""
     native = extension.load()
     assert (CAPS.max_tokens, CAPS.max_top_k) == (native.MAX_TOKENS, native.MAX_TOP_K)
@@ -240,7 +240,9 @@ def test_the_limits_are_the_kernels_own() -> None:
     # Ranks on CPUs make the same messages, and have no extension to ask.
     assert native.MESSAGE_VECTOR == VECTOR
     # The default number of SMs works wherever the engine does.
-    for size in (3, native.MAX_LOCAL_RANKS, native.MAX_RANKS):
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    for size in (1, native.MAX_LOCAL_RANKS, native.MAX_RANKS):
         group: Any = SimpleNamespace(device=torch.device("cuda", 0), size=size)
         assert native.native_min_sms(size) <= native_availability.default_num_sms(group, 1)
 
