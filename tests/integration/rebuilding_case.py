@@ -21,8 +21,10 @@ def mapped() -> int:
 def held() -> dict[str, int]:
     """What this process has of threads and descriptors, and of ours."""
     gc.collect()
-    ours = (type(thing) for thing in gc.get_objects())
-    counts = Counter(kind.__name__ for kind in ours if kind.__module__.startswith("megatron_ncc"))
+    kinds = (type(thing) for thing in gc.get_objects())
+    # A class made in C may have a descriptor in place of its module's name.
+    ours = (kind for kind in kinds if str(kind.__module__).startswith("megatron_ncc"))
+    counts = Counter(kind.__name__ for kind in ours)
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),

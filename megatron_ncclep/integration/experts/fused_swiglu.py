@@ -215,7 +215,8 @@ def _products_of(
 def _backward_of_fc2(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
     """The gradients of gate and up, of the probabilities, and of fc2's factors and weights."""
     _, probs, ends, gate_up, _, _, a2, b2, _, low2, *weights = saved
-    (_, fc2), mode, grad = _halves(weights), ctx.mode, grad.contiguous()
+    (_, fc2), grad = _halves(weights), grad.contiguous()
+    mode: Mode = ctx.mode
     products, wanted = mode.products, ctx.needs_input_grad
     wide_grad, stack = grad, stack_of(fc2) if a2 is None else _with_factor(fc2, a2, mode.room)
     if a2 is not None:
@@ -239,7 +240,8 @@ def _backward_of_fc2(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any,
 def _backward_of_fc1(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
     """The gradients of the rows, and of fc1's factors and weights; `grad`: of gate and up."""
     rows, _, ends, _, a1, b1, _, _, low1, _, *weights = saved
-    (fc1, _), mode, wanted = _halves(weights), ctx.mode, ctx.needs_input_grad
+    (fc1, _), wanted = _halves(weights), ctx.needs_input_grad
+    mode: Mode = ctx.mode
     products = mode.products
     rows_grad = addend = a1_grad = b1_grad = None
     if a1 is not None:

@@ -21,7 +21,7 @@ _LOW_RANK = {"ROWS": 64, "FEATURES": 256, "num_warps": 8, "num_stages": 3}
 _MOST_RANK = 64
 
 
-def factor_gradients(grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool) -> Tensor:
+def factor_gradients(grad: Tensor, rows: Tensor, ends: Tensor, interleaved: bool = False) -> Tensor:
     """Compute grad[g]^T @ rows[g] for every expert, where one of both is as narrow as a rank.
 
     Sums are made in fp32, in the order of the rows, and rounded once.  An expert without rows gets

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
+import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +52,29 @@ def test_where_it_can_run(
     assert reason is None if problem is None else problem in reason
     cpu = fused_swiglu.unavailable_reason(torch.device("cpu"), torch.bfloat16)
     assert cpu == "quack-kernels has no kernels for a CPU"
+
+
+def test_its_stand_in_has_the_same_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument had a default in the stand-in only: here all tests passed, and on GPUs the first
+    backward pass of adapters ended in a TypeError.
+    """
+    pytest.importorskip("triton", reason="torch for this machine brings no Triton")
+    parts = ("activation", "epilogue", "epilogue.library", "epilogue.ops", "gemm", "gemm_runtime",
+             "gemm_runtime.host")  # fmt: skip
+    for name in ("quack", *(f"quack.{part}" for part in parts)):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    module = "megatron_ncclep.integration.experts.quack_products"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    real = importlib.import_module(module).QuackProducts()
+    monkeypatch.delitem(sys.modules, module)
+
+    def arguments(method: Any) -> list[tuple[str, Any]]:
+        return [(one.name, one.default) for one in inspect.signature(method).parameters.values()]
+
+    methods = [name for name in vars(TorchProducts) if not name.startswith("_")]
+    assert "factor_gradients" in methods
+    for name in methods:
+        assert arguments(getattr(real, name)) == arguments(getattr(TorchProducts(), name)), name
 
 
 def install_pair(monkeypatch: pytest.MonkeyPatch, *pair: str) -> None:
