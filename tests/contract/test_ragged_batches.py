@@ -85,8 +85,16 @@ def too_many_on_rank(ctx: RankContext, case: Case, engine_name: str, earlier: bo
     return said[0]
 
 
+# On GPUs a later plan of that engine waits in NCCL, which a refusal does not reach: the other ranks
+# learn of it at their deadline (docs/contract.md), and until then the one that closes waits too.
+HEARS_AT_ONCE = pytest.mark.needs_caps(test=lambda caps: caps.name != "hierarchical")
+
+
 @pytest.mark.needs_ranks(2)
-@pytest.mark.parametrize("earlier", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize(
+    "earlier",
+    [pytest.param(False, id="first"), pytest.param(True, id="later", marks=HEARS_AT_ONCE)],
+)
 def test_more_tokens_than_declared(pool: RankPool, engine_name: str, earlier: bool) -> None:
     """Every rank is told the numbers and the way out, and whose batch it was."""
     case = fitted(Case("many", (9,) * pool.size, 4 * pool.size), pool, engine_name)
