@@ -10,8 +10,8 @@ Tests are collected, not run.  An option is in the first list if a test has the 
 or, with no names, if a parameter of the test is a case that knows its options (`options_shown`).
 Names are those of TransformerConfig's fields, with `=value` where the value matters, and
 `--ncclep-...`.  The list of refusals is made from `refuses("moe_some_option", words="why, and what
-to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu shows an option for an
-engine if scripts/gpu.py runs it with that engine.
+to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu counts for an engine
+if scripts/gpu.py runs it with that engine, and only if the Megatron-Core there has its options.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ from megatron_ncclep.engines import ENGINES  # noqa: E402
 # Document -> the lists in it.
 DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
 MARK = "<!-- {} by {}: {} -->"
-PLACES = ("a CPU", "one GPU", "several GPUs")
-# How a result was compared, from the strictest on.
-STRICTNESS = ("bits", "rounding", "behaviour")
+# Ranks may share a GPU, so several ranks are not several GPUs.
+PLACES = ("a CPU", "one rank on a GPU", "several ranks on GPUs")
+# The Megatron-Core that `make gpu` has run all its steps with.
+ON_GPUS = Version("0.19.2")
+# How a result was compared; of several tests the first counts, so that "bits" means all of them.
+COMPARED = ("rounding", "bits", "behaviour")
 # The parts of the first list: their subject, and a pattern for their options; an option is in the
 # first part that matches.
 SUBJECTS = {
@@ -67,12 +70,13 @@ REMARKS = {
     "expert_tensor_parallel_size": "`native`: several NVLink domains need a network for kernels",
     "fp8_recipe=blockwise": "TransformerEngine's experts; rows cross in the model's dtype",
     "moe_layer_recompute": "one more plan, dispatch and combine for a recomputed layer",
-    "cuda_graph_impl=full_iteration": "static shapes, and grouped experts or the op fuser",
-    "cuda_graph_impl=transformer_engine": "static shapes, and grouped experts or the op fuser",
-    "cuda_graph_impl=local": "static shapes, and grouped experts or the op fuser",
+    "cuda_graph_impl=full_iteration": "static shapes and grouped experts",
+    "cuda_graph_impl=transformer_engine": "static shapes and grouped experts",
+    "cuda_graph_impl=local": "static shapes and grouped experts",
     "moe_shared_expert_overlap": "our kernels get their SMs first",
     "overlap_moe_expert_parallel_comm": "gains little inside one node, see performance",
     "gradient_accumulation_fusion": "keep it on",
+    "moe_use_grouped_tensor": "over a stand-in for its GEMMs",
     "moe_expert_capacity_factor": "drops at the router, as with `alltoall`",
 }
 
@@ -94,8 +98,8 @@ class Collector:
         self.engines: dict[str, set[str]] = defaultdict(set)
         self.refusing: dict[str, set[str]] = defaultdict(set)
         self.refused: dict[str, dict[str, None]] = defaultdict(dict)
-        self.run_on_gpus = {
-            (step.engine, path)
+        self.ranks_on_gpus = {
+            (step.engine, path): max(step.ranks)
             for steps in runpy.run_path(str(ROOT / "scripts" / "gpu.py"))["PARTS"].values()
             for step in steps
             for path in step.tests.split()
@@ -115,19 +119,35 @@ class Collector:
                 for option in mark.args:
                     self.refusing[option].update(mark.kwargs.get("engines", ()))
             word, options = shown(item)
-            for option in options:
-                for place in places_of(item):
-                    self.works[option][place].add(word)
+            where = self.where(item)
+            for option in options if where else ():
+                place, engine = where
+                self.works[option][place].add(word)
                 self.releases[option] |= releases_of(item)
-                self.engines[option] |= self.engines_of(item)
+                self.engines[option].add(engine)
 
-    def engines_of(self, item: pytest.Function) -> set[str]:
-        """The engine that a test runs with on a CPU, or in `make gpu`."""
-        if item.path.parent != TESTS / "gpu":
-            return {"reference"}
+    def where(self, item: pytest.Function) -> tuple[str, str] | tuple[()]:
+        """The place where a test runs and its engine there; nothing if `make gpu` leaves it out."""
+        on_cpu, one_rank, several_ranks = PLACES
+        if not is_on_gpus(item):
+            return on_cpu, "reference"
         name = item.callspec.params.get("engine_name") if hasattr(item, "callspec") else None
         engine = str(name or "native")
-        return {engine} if (engine, str(item.path.relative_to(ROOT))) in self.run_on_gpus else set()
+        ranks = self.ranks_on_gpus.get((engine, str(item.path.relative_to(ROOT))))
+        if ranks is None or not since(item, ON_GPUS):
+            return ()
+        is_alone = "one_rank" in item.fixturenames or item.get_closest_marker("alone") is not None
+        return one_rank if ranks == 1 or is_alone else several_ranks, engine
+
+
+def is_on_gpus(item: pytest.Function) -> bool:
+    """Whether a test needs GPUs."""
+    return item.path.parent == TESTS / "gpu"
+
+
+def since(item: pytest.Function, release: Version) -> bool:
+    """Whether this release of Megatron-Core has all that a test needs."""
+    return all(release >= Version(mark.args[0]) for mark in item.iter_markers("since"))
 
 
 def shown(item: pytest.Function) -> tuple[str, list[str]]:
@@ -154,32 +174,25 @@ def shown(item: pytest.Function) -> tuple[str, list[str]]:
 
 def strictness(said: str, cases: list[Any]) -> str:
     """How strict a comparison is, from its cases, if they know, or from the marker's words."""
-    known = [case.same_bits or case.integers for case in cases if hasattr(case, "same_bits")]
+    known = [
+        case.same_bits or getattr(case, "integers", False)
+        for case in cases
+        if hasattr(case, "same_bits")
+    ]
     if known:
         return "bits" if all(known) else "rounding"
-    if "to the bit" in said:
+    if "to the bit" in said and "rounding" not in said:
         return "bits"
-    return "rounding" if " with " in said else "behaviour"
-
-
-def places_of(item: pytest.Function) -> tuple[str, ...]:
-    """Where a test runs: one that does not use several ranks counts for one GPU."""
-    if item.path.parent != TESTS / "gpu":
-        return PLACES[:1]
-    if "one_rank" in item.fixturenames:
-        return PLACES[1:2]
-    needed = [mark.args[0] for mark in item.iter_markers("needs_ranks")]
-    return PLACES[2:] if max(needed, default=1) > 1 else PLACES[1:]
+    return "rounding" if " with " in said or "rounding" in said else "behaviour"
 
 
 def releases_of(item: pytest.Function) -> set[str]:
     """The releases of Megatron-Core that a test runs with on a CPU."""
-    if item.path.parent == TESTS / "gpu":
+    if is_on_gpus(item):
         return set()
-    since = [Version(mark.args[0]) for mark in item.iter_markers("since")]
     each = item.get_closest_marker("each_release") is not None
     releases = SUPPORTED if each else SUPPORTED[-1:]
-    return {name for name in releases if all(Version(name) >= oldest for oldest in since)}
+    return {name for name in releases if since(item, Version(name))}
 
 
 def collect() -> Collector:
@@ -255,12 +268,12 @@ def works(collector: Collector) -> str:
 
 
 def compared(collector: Collector) -> str:
-    """For maintainers: how strict the comparison is, on which machine."""
+    """For maintainers: how strict the weakest comparison is, in each kind of place."""
     cells = {}
     for name, by_place in sorted(collector.works.items()):
         places = defaultdict(list)
         for place in PLACES:
-            words = [word for word in STRICTNESS if word in by_place[place]]
+            words = [word for word in COMPARED if word in by_place[place]]
             if words:
                 places[words[0]].append(place)
         cells[name] = tuple(f"{word} on {', '.join(found)}" for word, found in places.items())

@@ -71,7 +71,13 @@ def close(layer: Any) -> None:
     compared="what experts of whole numbers make of batches of 0 to 700 tokens with their "
     "definition and with Megatron's dispatcher `nccl`, to the bit",
 )
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(name, marks=pytest.mark.supports(f"inference_grouped_gemm_backend={name}"))
+        for name in KERNELS
+    ],
+)
 def test_experts_get_their_rows(ctx: RankContext, engine_name: str, kernels: str) -> None:
     compile_nothing()
     case = case_of("ncclep", kernels, ctx.num_ranks, engine_name)
