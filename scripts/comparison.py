@@ -27,23 +27,26 @@ def settings(*names: str) -> tuple[str, ...]:
     return tuple(name + sms for name in names for sms in ("", "@16", "@24", "@32"))
 
 
-# Rows of the tables of sums: the run, subjects of which the fastest counts, and their name.
+# Rows of the tables of sums: the run, subjects of which the fastest counts, and their name.  Each
+# run begins with ours, so that a reader divides by what the ratios divide by.
 Row = tuple[str, Sequence[str], str]
 PASSES: list[Row] = [
-    ("hybridep", (OURS,), f"`{OURS}`"), ("deepep", ("native@24",), "`native@24`"),
-    ("deepep", settings("deepep", "deepep:no_overlap"), "DeepEP V2"),
+    ("hybridep", (OURS,), f"`{OURS}`"),
     ("hybridep", settings("hybridep", "hybridep:fused"), "HybridEP"),
+    ("deepep", (OURS,), f"`{OURS}`, second run"), ("deepep", ("native@24",), "`native@24`"),
+    ("deepep", settings("deepep", "deepep:no_overlap"), "DeepEP V2"),
     ("deepep", settings("nccl_ep_library"), "NVIDIA's, of nccl-extensions"),
+    ("te-library", (OURS,), f"`{OURS}`, third run"),
     ("te-library", settings(TE, f"{TE}+pull_push"), "NVIDIA's, of TransformerEngine"),
 ]  # fmt: skip
 DISPATCHERS = ("ncclep:native", "flex_hybridep", "flex_hybridep_fused", "flex_deepep_fused",
                "alltoall", "alltoall_fused")  # fmt: skip
 # Asked for, and named in the results with the reason why they have no times.
 FAILING = ("flex_ncclep", "gpt-oss-120b: deepep")
-# Bars of the figure, and how the names of their rows begin.
+# Bars of the figure, and the rows of which the fastest counts.
 BARS = {
-    OURS: f"`{OURS}", "DeepEP V2": "DeepEP", "HybridEP": "Hybrid",
-    "NVIDIA's libnccl_ep": "NVIDIA",
+    OURS: [f"`{OURS}`"], "DeepEP V2": ["DeepEP V2"], "HybridEP": ["HybridEP"],
+    "NVIDIA's libnccl_ep": ["NVIDIA's, of nccl-extensions", "NVIDIA's, of TransformerEngine"],
 }  # fmt: skip
 
 
@@ -71,6 +74,17 @@ def fastest(num_gpus: int, run: str, names: Sequence[str], shape: str) -> tuple[
     return min(there, key=lambda each: each[1], default=None)
 
 
+def spread(num_gpus: int, rows: Sequence[Row], shape: str) -> str:
+    """The range of the rows' sums from the 10th to the 90th percentiles of their passes."""
+    shares = [0.0]
+    for run, names, _ in rows:
+        if (found := fastest(num_gpus, run, names, shape)) is not None:
+            name, us = found
+            passes = of_shapes(num_gpus, run)[shape][name]["passes"].values()
+            shares += [sum(p[key] for p in passes) / us - 1 for key in ("p10_us", "p90_us")]
+    return f"{100 * min(shares):+.0f}/{100 * max(shares):+.0f} %"
+
+
 def times(num_gpus: int, rows: Sequence[Row], base: str, limit: Sequence[str]) -> str:
     """The sums of subjects for each shape, and how many times the one of `base` in the same run.
 
@@ -88,11 +102,12 @@ def times(num_gpus: int, rows: Sequence[Row], base: str, limit: Sequence[str]) -
         return f"{us:,.0f} ({of_base:.2f})" + f" `{setting}`" * bool(setting)
 
     lines = [[title, *(cell(run, names, s) for s in SHAPES)] for run, names, title in rows]
-    return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, limit])
+    spreads = ["spread, at most", *(spread(num_gpus, rows, shape) for shape in SHAPES)]
+    return table(["us", *(f"{shape}:" for shape in SHAPES)], [*lines, spreads, limit])
 
 
 def ours_last(names: Iterable[str]) -> list[str]:
-    """Layers or trainings, Megatron-Core's first."""
+    """Layers or training runs, Megatron-Core's first."""
     return sorted(names, key=lambda name: known_variant(name).ours)
 
 
@@ -116,8 +131,11 @@ def layers(num_gpus: int) -> str:
     return table(["us", *(f"{shape}:" for shape in SHAPES)], [*rows, gemms])
 
 
-def steps(measured: dict[str, Any]) -> str:
-    """The training steps of a result; on one GPU also how busy that is."""
+def steps(measured: dict[str, Any], noisy: str = "") -> str:
+    """The training steps of a result; on one GPU also how busy that is.
+
+    `noisy`: a subject that differs from the baseline by no more than its turns do: without a ratio.
+    """
     rows, trainings = [], measured["trainings"]
     busy = all(map(is_busy_known, trainings))
     for run, of in zip(trainings, subjects(measured, "trainings").values(), strict=True):
@@ -127,7 +145,7 @@ def steps(measured: dict[str, Any]) -> str:
             each = " and ".join(f"{turn / 1000:.1f}" for turn in of[name]["turns_us"])
             rows.append([
                 f"{which}`{name.removeprefix('train:')}`",
-                f"{us[name] / 1000:.1f}{speed(us, name)}", each,
+                f"{us[name] / 1000:.1f}{'' if name == noisy else speed(us, name)}", each,
                 f"{of[name]['tokens_per_s']:,.0f}", f"{rates[name]:.0f}",
                 *([f"{100 * busy_us(of[name]) / us[name]:.0f}"] if busy else []),
             ])  # fmt: skip
@@ -160,8 +178,8 @@ def figure() -> str:
     for one in measured["shapes"]:
         shape = one["shape"]["name"]
         bars: list[tuple[str, float | None]] = []
-        for title, begin in BARS.items():
-            rows = [(run, names) for run, names, name in PASSES if name.startswith(begin)]
+        for title, wanted in BARS.items():
+            rows = [(run, names) for run, names, name in PASSES if name in wanted]
             found = [fastest(4, run, names, shape) for run, names in rows]
             bars.append((title, min((each[1] for each in found if each), default=None)))
         groups.append((shape, links_us(one), bars))

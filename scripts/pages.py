@@ -39,7 +39,7 @@ ADDED = {
     "ncclep:native": "ncclep as dispatcher",
     "ncclep:native:grouped": "+ grouped experts",
     "ncclep:native:grouped:partial_graphs": "+ partial CUDA graphs",
-    "ncclep:native:grouped:full_iteration": "+ one CUDA graph",
+    "ncclep:native:grouped:full_iteration": "+ one CUDA graph (the grey has none)",
 }
 DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is of this
 
@@ -108,7 +108,8 @@ def _quoted(text: str) -> str:
 
 def contents() -> dict[Path, str]:
     """The contents of every file that this writes, wholly or in part."""
-    parts = {"steps": comparison.steps(read(TRAINING)), "options": options_list(),
+    parts = {"steps": comparison.steps(read(TRAINING), "train:ncclep:native"),
+             "options": options_list(),
              "variables": variables_list()}  # fmt: skip
     parts |= comparison.tables()
     drawn = {"gains": gains(), "libraries": comparison.figure()}

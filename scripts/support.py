@@ -41,7 +41,7 @@ from megatron_ncclep.engines import ENGINES  # noqa: E402
 DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
 MARK = "<!-- {} by {}: {} -->"
 # Ranks may share a GPU, so several ranks are not several GPUs.
-PLACES = ("a CPU", "one rank on a GPU", "several ranks on GPUs")
+PLACES = ("a CPU", "one GPU rank", "several GPU ranks")
 # The Megatron-Core that `make gpu` has run all its steps with.
 ON_GPUS = Version("0.19.2")
 # How a result was compared; of several tests the first counts, so that "bits" means all of them.

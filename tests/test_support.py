@@ -36,8 +36,8 @@ def test_of_several_comparisons_the_weakest_is_listed() -> None:
     """The list had the strictest: an option counted as equal to the bit if one test was."""
     collector = support.Collector()
     collector.works["some_option"]["a CPU"] |= {"bits", "rounding"}
-    collector.works["some_option"]["several ranks on GPUs"] |= {"bits"}
-    listed = "- `some_option`: rounding on a CPU; bits on several ranks on GPUs"
+    collector.works["some_option"]["several GPU ranks"] |= {"bits"}
+    listed = "- `some_option`: rounding on a CPU; bits on several GPU ranks"
     assert support.compared(collector) == listed
 
 
@@ -45,9 +45,9 @@ def test_of_several_comparisons_the_weakest_is_listed() -> None:
     ("path", "fixtures", "since", "expected"),
     [
         ("tests/integration/dispatcher/test_moe_layer.py", [], "0.20", ("a CPU", "reference")),
-        (MANY, [], "0.16", ("several ranks on GPUs", "native")),
-        (FEW, [], "0.16", ("one rank on a GPU", "native")),
-        (GRAPHS, ["one_rank"], "0.16", ("one rank on a GPU", "native")),
+        (MANY, [], "0.16", ("several GPU ranks", "native")),
+        (FEW, [], "0.16", ("one GPU rank", "native")),
+        (GRAPHS, ["one_rank"], "0.16", ("one GPU rank", "native")),
         (MANY, [], "0.20", ()),  # `make gpu` leaves it out
         ("tests/gpu/test_that_no_step_names.py", [], "0.16", ()),
     ],
