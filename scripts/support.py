@@ -11,7 +11,7 @@ or, with no names, if a parameter of the test is a case that knows its options (
 Names are those of TransformerConfig's fields, with `=value` where the value matters, and
 `--ncclep-...`.  The list of refusals is made from `refuses("moe_some_option", words="why, and what
 to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu shows an option for an
-engine if scripts/gpu.py runs it with that engine.
+engine if scripts/gpu_steps.py names it with that engine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Collector:
         self.refused: dict[str, dict[str, None]] = defaultdict(dict)
         self.run_on_gpus = {
             (step.engine, path)
-            for steps in runpy.run_path(str(ROOT / "scripts" / "gpu.py"))["PARTS"].values()
+            for steps in runpy.run_path(str(ROOT / "scripts" / "gpu_steps.py"))["PARTS"].values()
             for step in steps
             for path in step.tests.split()
         }
