@@ -1,14 +1,15 @@
 """Run the tests that need GPUs, and write a summary: `make gpu`.
 
-    python scripts/gpu.py [PART ...] [--out FOLDER] [--list]
+    python scripts/gpu.py [PART[:NUMBER] ...] [--out FOLDER] [--list]
 
-A part takes at most ten minutes on one GPU, which the ranks share.  With several GPUs, equally many
-steps run at the same time, each on its own GPU; `--gpus-per-step 2` gives each step two, and
-`--at-once 3` runs three steps on each GPU: a step mostly waits for its hosts, if there are cores
-for them.  55 ranks on 64 cores took 1.7 times as long as 12; a rank over the test network keeps
-three cores busy, so run the part `network` by itself.  Each step is one command with its own log;
-`summary.txt` lists every step, with date, machine and versions, and can be committed unchanged.  A
-step that runs again in the same folder replaces its line.
+Ranks share GPUs, and steps too: a step mostly waits for its hosts, so as many run at the same time
+as the machine has cores for their ranks.  Steps that measure a GPU's memory have it to themselves:
+the last GPU at first, while the others run the other steps, or the only GPU in the end.  57 of the
+steps took 17 minutes on two H200s with 32 cores.
+
+Each step is one command with its own log; `summary.txt` lists every step, with date, machine and
+versions, and can be committed unchanged.  A step that runs again in the same folder replaces its
+line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -24,170 +24,23 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_steps import PARTS, Step, chosen_steps, every_step
+
 ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = "summary.txt"
 DUMP_S = 20  # for a stopped process to dump its stacks
 MPS_QUIT_S = 15
 SHORTEST_S = 15  # ranks need this long for their imports
-RANDOM = "tests/contract/test_random.py --iterations"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One run of pytest.
-
-    Attributes:
-        engine: the engine under test.
-        ranks: sizes of its pools; contract cases run with each of them.
-        tests: paths, and more arguments.
-        hosts: the number of hosts that the ranks appear to be on.
-        library: the package whose libnccl_ep is used (NCCLEP_NCCL_EP_LIBRARY); empty: any.
-        network: what kernels' puts between hosts go over (pytest --network); empty: nothing.
-        mps: ranks that share a GPU run at the same time.  Not where ranks are killed: under MPS
-            that harms the others.
-        alone: no other step uses the GPU meanwhile, because the tests measure its memory.
-    """
-
-    engine: str
-    ranks: tuple[int, ...]
-    tests: str
-    hosts: int = 1
-    library: str = ""
-    network: str = ""
-    mps: bool = True
-    alone: bool = False
-
-    @property
-    def name(self) -> str:
-        """Unique among all steps."""
-        grid = "+".join(map(str, self.ranks))
-        if self.hosts > 1:
-            grid = f"{self.hosts}x{self.ranks[-1] // self.hosts}"
-        engine = f"{self.engine} of {self.library}" if self.library else self.engine
-        return f"{engine} {grid}: {self.tests}"
-
-    def command(self, report: Path) -> list[str]:
-        """What runs it."""
-        options = ["--backend", "nccl", "--engine", self.engine, "--hosts", str(self.hosts)]
-        for number in self.ranks:
-            options += ["--ranks", str(number)]
-        options += ["--network", self.network] if self.network else []
-        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        return [*run, f"--junitxml={report}", *self.tests.split(), *options]
-
-
-GRAPHS = "tests/gpu/test_graphs.py tests/gpu/test_gpu_static_mode.py"
-ENGINE = f"{GRAPHS} tests/gpu/test_gpu_stream_order.py tests/gpu/test_gpu_streams.py " + (
-    "tests/gpu/test_gpu_route_plan.py tests/gpu/test_gpu_metrics.py"
-)
-LOW_LATENCY = "tests/gpu/test_gpu_low_latency.py"
-# Over hosts no rank of `native` shares memory with all others.
-FAULTS = "tests/faults/test_host.py tests/faults/test_device.py --deselect " + (
-    "tests/faults/test_host.py::test_a_rank_that_dies_while_memory_is_shared_leaves_none"
-)
-STEPS = "tests/contract/test_steps.py tests/contract/test_autograd.py"
-# What differs with the grid of hosts and ranks; 2 x 2 runs all of the contract.
-GRID = " ".join(
-    f"tests/contract/test_{name}.py"
-    for name in ("steps", "autograd", "batches_in_turn", "low_latency", "overflow")
-)
-PARTS: dict[str, list[Step]] = {
-    "contract": [
-        Step("native", (8,), "tests/contract"),
-        Step("native", (4,), "tests/contract"),
-        Step("native", (2,), "tests/contract"),
-        Step("hierarchical", (4,), "tests/contract", hosts=2),
-        Step("hierarchical", (8,), "tests/contract", hosts=2),
-        Step("hierarchical", (8,), "tests/contract", hosts=4),
-        Step("reference", (4,), "tests/contract"),
-        Step("nccl_ep", (2,), "tests/contract", mps=False),
-        Step("nccl_ep", (2,), STEPS, mps=False, library="transformer-engine"),
-    ],
-    "random": [
-        *(Step("native", (ranks,), f"{RANDOM} 250") for ranks in (8, 4, 2)),
-        Step("hierarchical", (4,), f"{RANDOM} 200", hosts=2),
-        Step("hierarchical", (8,), f"{RANDOM} 100", hosts=2),
-        Step("hierarchical", (8,), f"{RANDOM} 100", hosts=4),
-    ],
-    "engine": [
-        Step("native", (4,), f"{ENGINE} {LOW_LATENCY}"),
-        Step("native", (8,), f"{GRAPHS} {LOW_LATENCY}"),
-        Step("hierarchical", (4,), f"{GRAPHS} tests/gpu/test_gpu_stream_order.py", hosts=2),
-        Step("hierarchical", (8,), GRAPHS, hosts=2),
-        Step("hierarchical", (8,), GRAPHS, hosts=4),
-        Step("hierarchical", (2,), "tests/gpu/test_gpu_nodes.py", hosts=2),
-        Step("native", (2,), "tests/gpu/test_gpu_rebuilding.py", alone=True),
-        Step("native", (2,), "tests/gpu/test_gpu_released_memory.py", alone=True),
-        Step("native", (2,), "tests/gpu/test_large_offsets.py", alone=True),
-        Step("native", (2,), "tests/gpu/test_gpu_c_example.py"),
-    ],
-    "network": [
-        Step("native", (2,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
-        Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=2, network="loop"),
-        Step("native", (4,), "tests/gpu/test_gpu_network.py", hosts=4, network="loop"),
-        Step("hierarchical", (4,), "tests/gpu/test_gpu_links.py", hosts=2, network="loop-all"),
-        Step("native", (4,), "tests/contract", hosts=2, network="loop"),
-        Step("native", (8,), GRID, hosts=2, network="loop"),
-        Step("native", (8,), GRID, hosts=8, network="loop"),
-        Step("native", (4,), GRID, hosts=4, network="loop"),
-        Step("native", (2,), GRID, hosts=2, network="loop"),
-        *(
-            Step("native", (4,), f"{RANDOM} 100 --seed {seed}", hosts=2, network="loop")
-            for seed in range(2)  # in one step they would take longer than a step may
-        ),
-        Step("native", (8,), f"{RANDOM} 50", hosts=2, network="loop"),
-        Step("native", (4,), f"{ENGINE} {LOW_LATENCY}", hosts=2, network="loop"),
-        Step("native", (8,), f"{GRAPHS} {LOW_LATENCY}", hosts=4, network="loop"),
-        Step("native", (4,), FAULTS, hosts=2, network="loop", mps=False),
-        Step("native", (2,), "tests/gpu/test_gpu_inference.py", hosts=2, network="loop"),
-        Step("native", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2, network="loop"),
-        Step("native", (4,), "tests/gpu/test_gpu_reruns.py -k auto", hosts=2, network="loop"),
-    ],
-    "layers": [
-        Step("native", (2,), "tests/gpu/test_gpu_experts.py tests/gpu/test_gpu_grouped_experts.py"),
-        Step("native", (1, 2), "tests/gpu/test_gpu_batch_invariance.py"),
-        Step("native", (1,), "tests/gpu/test_gpu_quack.py tests/gpu/test_gpu_gradient_fusion.py"),
-        Step(
-            "native", (2,), "tests/gpu/test_gpu_changed_experts.py tests/gpu/test_gpu_adapters.py"
-        ),
-        Step("native", (4,), "tests/gpu/test_gpu_moe_layer.py"),
-        Step("native", (4,), "tests/gpu/test_gpu_shapes.py"),
-        Step("native", (4,), "tests/gpu/test_gpu_packed_batches.py"),
-        Step(
-            "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"
-        ),
-    ],
-    "train": [  # the longest first
-        Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),
-        Step("native", (2,), "tests/gpu/test_megatron_graphs.py"),
-        Step("native", (4,), "tests/gpu/test_gpu_gpt.py"),
-        Step("native", (4,), "tests/gpu/test_gpu_train_command.py"),
-        Step("native", (2,), "tests/gpu/test_gpu_doc_commands.py"),
-        Step("native", (8,), "tests/gpu/test_gpu_gpt.py"),
-        Step("hierarchical", (4,), "tests/gpu/test_gpu_gpt.py", hosts=2),
-        Step("native", (2,), "tests/gpu/test_gpu_overlapped_schedule.py"),
-        Step("native", (2,), "tests/gpu/test_gpu_memory.py", alone=True),
-        Step("native", (4,), "tests/gpu/test_gpu_reruns.py"),
-        # There an expert is alone on its rank, and 2.5 times a balanced load is another limit.
-        Step("native", (8,), "tests/gpu/test_gpu_reruns.py -k auto"),
-        Step("native", (2,), "tests/gpu/test_fp8_training.py"),
-    ],
-    "faults": [
-        Step("native", (4,), "tests/faults --ignore tests/faults/test_growth.py", mps=False),
-        Step("native", (4,), "tests/faults/test_growth.py", mps=False, alone=True),
-        Step("native", (4,), "tests/gpu/test_failures.py", mps=False),
-        Step("native", (8,), "tests/faults/test_host.py", mps=False),
-        Step("hierarchical", (4,), "tests/faults/test_host.py", hosts=2, mps=False),
-    ],
-}
+MOST_ON_A_GPU = 6  # steps: they take turns on it, and ranks have deadlines
 
 
 @dataclass(frozen=True)
@@ -362,46 +215,101 @@ def write_summary(out: Path, outcome: Outcome) -> None:
     (out / SUMMARY).write_text("\n".join(lines) + "\n")
 
 
-def every_step() -> list[tuple[str, Step]]:
-    """All steps, each with the name of its part."""
-    return [(part, step) for part, steps in PARTS.items() for step in steps]
+class Schedule:
+    """Steps on GPUs, several at a time.
+
+    Args:
+        steps: in the order in which they should begin; one that does not fit lets others pass.
+        gpus: what each step may get, as in CUDA_VISIBLE_DEVICES.
+        cores: how many the steps that run may keep busy together, if they are several.
+        run: runs a step on some of `gpus`.
+    """
+
+    def __init__(
+        self,
+        steps: list[tuple[str, Step]],
+        gpus: list[str],
+        cores: int,
+        run: Callable[[str, Step, str], None],
+    ) -> None:
+        self._waiting, self._gpus, self._cores, self._run = list(steps), gpus, cores, run
+        self._running: list[tuple[Step, str]] = []
+        self._changed = threading.Condition()
+
+    def run_all(self) -> None:
+        """Run them; returns when the last one is over."""
+        threads = []
+        with self._changed:
+            while self._waiting:
+                if (found := self._next()) is None:
+                    self._changed.wait()
+                    continue
+                self._waiting.remove(found[:2])
+                self._running.append(found[1:])
+                threads.append(threading.Thread(target=self._run_one, args=found))
+                threads[-1].start()
+        for thread in threads:
+            thread.join()
+
+    def _next(self) -> tuple[str, Step, str] | None:
+        """The next step that can begin, and where."""
+        busy = sum(step.cores for step, _ in self._running)
+        alone = [each for each in self._waiting if each[1].alone]
+        others = [each for each in self._waiting if not each[1].alone]
+        is_kept = len(self._gpus) > 1 and (alone or any(step.alone for step, _ in self._running))
+        for part, step in alone if is_kept or not others else []:
+            if not any(gpu == self._gpus[-1] for _, gpu in self._running):
+                return part, step, self._gpus[-1]
+        free = {gpu: self._on(gpu) for gpu in self._gpus[: -1 if is_kept else None]}
+        gpu = min(free, key=lambda gpu: free[gpu])
+        if free[gpu] < MOST_ON_A_GPU:
+            for part, step in others:
+                if not self._running or busy + step.cores <= self._cores:
+                    return part, step, gpu
+        return None
+
+    def _on(self, gpu: str) -> int:
+        return sum(one == gpu for _, one in self._running)
+
+    def _run_one(self, part: str, step: Step, gpu: str) -> None:
+        try:
+            self._run(part, step, gpu)
+        finally:
+            with self._changed:
+                self._running.remove((step, gpu))
+                self._changed.notify()
 
 
 def main() -> int:
-    """Run the parts that the command line names."""
+    """Run the steps that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"in this order; default: all of {[*PARTS]}"
-    )
+        "parts", nargs="*", metavar="PART", help=f"in this order; default: all of {[*PARTS]}; "
+        "PART:NUMBER is one step, as --list numbers them",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
-    parser.add_argument("--step-s", type=int, default=300, help="limit of one step (default: 300)")
+    parser.add_argument("--step-s", type=int, default=600, help="limit of one step (default: 600)")
     parser.add_argument(
         "--seconds",
         type=float,
         default=1e6,
         help="limit of all steps; steps without time left are not run",
     )
-    parser.add_argument("--steps", help="only steps whose name contains this")
+    parser.add_argument(
+        "--cores", type=int, default=os.cpu_count(), help="that steps at the same time may keep "
+        "busy; 1: one step after the other (default: all of the machine)",
+    )  # fmt: skip
     parser.add_argument("--gpus-per-step", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="steps on a GPU (1)")
-    parser.add_argument("--list", action="store_true", help="print parts and steps, and run none")
+    parser.add_argument("--list", action="store_true", help="print the steps, and run none")
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"unknown parts: {sorted(unknown)}; there are {[*PARTS]}")
-    steps = [
-        (part, step)
-        for part in args.parts or PARTS
-        for step in PARTS[part]
-        if (args.steps or "") in step.name
-    ]
-    if not steps:
-        parser.error(f"no step's name contains {args.steps!r}")
+    try:
+        steps = chosen_steps(args.parts)
+    except ValueError as error:
+        parser.error(str(error))
     if args.list:
-        print("\n".join(f"{part}: {step.name}" for part, step in steps))
+        print("\n".join(f"{part}:{PARTS[part].index(step)}: {step.name}" for part, step in steps))
         return 0
     gpus, size = visible_gpus(), args.gpus_per_step
-    if args.at_once < 1:
-        parser.error(f"--at-once {args.at_once}: must be at least 1")
     if len(gpus) < size:
         parser.error(f"--gpus-per-step {size}: torch sees {len(gpus)} GPUs")
     groups = [
@@ -410,33 +318,24 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     described()  # what keeps a summary from being written is seen now, and not after an hour
 
-    lock, until = threading.Lock(), time.monotonic() + args.seconds
+    lock, until, failed = threading.Lock(), time.monotonic() + args.seconds, []
 
-    def run(free: queue.Queue[str], part: str, step: Step) -> bool:
-        chosen = free.get()
-        try:
-            left = int(until - time.monotonic())
-            if left < SHORTEST_S:
-                return False
-            outcome = run_step(part, step, args.out, min(args.step_s, left), chosen)
-        finally:
-            free.put(chosen)
+    def run(part: str, step: Step, chosen: str) -> None:
+        left = int(until - time.monotonic())
+        if left < SHORTEST_S:
+            failed.append(step)
+            return
+        outcome = run_step(part, step, args.out, min(args.step_s, left), chosen)
+        if outcome.passed is False:
+            failed.append(step)
         with lock:  # after each step, so that the summary survives however the run ends
             print(f"{part}: {step.name}: {outcome.counts}, {outcome.seconds} s", flush=True)
             write_summary(args.out, outcome)
-        return outcome.passed is not False
 
-    passed: list[bool] = []
-    for alone, at_once in ((False, args.at_once), (True, 1)):
-        free: queue.Queue[str] = queue.Queue()  # each GPU as often as steps may share it
-        for group in groups * at_once:
-            free.put(group)
-        with ThreadPoolExecutor(free.qsize()) as workers:
-            begun = [workers.submit(run, free, *each) for each in steps if each[1].alone is alone]
-        passed += [each.result() for each in begun]
+    Schedule(steps, groups, args.cores, run).run_all()
     if (args.out / SUMMARY).is_file():
         print((args.out / SUMMARY).read_text())
-    return 0 if all(passed) else 1
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ or, with no names, if a parameter of the test is a case that knows its options (
 Names are those of TransformerConfig's fields, with `=value` where the value matters, and
 `--ncclep-...`.  The list of refusals is made from `refuses("moe_some_option", words="why, and what
 to do")`, with `engines=(...)` if only these refuse it.  A test of tests/gpu counts for an engine
-if scripts/gpu.py runs it with that engine, and only if the Megatron-Core there has its options.
+if scripts/gpu_steps.py names it with that engine, and if the Megatron-Core there has its options.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class Collector:
         self.engines: dict[str, set[str]] = defaultdict(set)
         self.refusing: dict[str, set[str]] = defaultdict(set)
         self.refused: dict[str, dict[str, None]] = defaultdict(dict)
-        self.ranks_on_gpus = {
-            (step.engine, path): max(step.ranks)
-            for steps in runpy.run_path(str(ROOT / "scripts" / "gpu.py"))["PARTS"].values()
-            for step in steps
-            for path in step.tests.split()
-        }
+        self.ranks_on_gpus: dict[tuple[str, str], int] = defaultdict(int)
+        for steps in runpy.run_path(str(ROOT / "scripts" / "gpu_steps.py"))["PARTS"].values():
+            for step in steps:
+                for path in step.tests.split():
+                    most = max(self.ranks_on_gpus[step.engine, path], *step.ranks)
+                    self.ranks_on_gpus[step.engine, path] = most
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from timeouts import patient
@@ -303,27 +301,6 @@ def test_the_extension_is_built_where_there_is_a_toolkit():
         assert ("sm_100" in extension.architectures()) == (extension.cuda_version() >= (12, 8))
     elif extension.unavailable_reason() is not None:
         assert "CUDA toolkit" in str(extension.unavailable_reason())
-
-
-def test_make_gpu_runs_every_file_of_tests_gpu():
-    """`tests/gpu` is not collected without GPUs: a file that no step names would never run."""
-    command = [sys.executable, "scripts/gpu.py", "--list"]
-    steps = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert sorted(files - set(steps.split())) == []
-
-
-def test_make_gpu_says_that_a_build_has_no_network(monkeypatch, tmp_path: Path):
-    """Network steps failed test by test, for minutes each, where nothing could pass."""
-    spec = importlib.util.spec_from_file_location("gpu_steps", ROOT / "scripts" / "gpu.py")
-    gpu = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, gpu)  # its dataclasses look for their module
-    spec.loader.exec_module(gpu)
-    built = SimpleNamespace(build_info=lambda: {"nccl": ""})
-    monkeypatch.setattr(extension, "load", lambda: built)
-    outcome = gpu.run_step("network", gpu.PARTS["network"][0], tmp_path, 1, "0")
-    assert outcome.passed is None
-    assert "NCCL_HOME" in outcome.counts
 
 
 def test_no_file_is_too_long():

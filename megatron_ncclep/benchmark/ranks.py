@@ -58,6 +58,7 @@ class Ranks:
         self, context: RankContext, timeout_s: float, what: str, shows: bool = False
     ) -> None:
         self._timeout_s, self._what, self._shows = timeout_s, what, shows and context.rank == 0
+        self._began = time.monotonic()
         self.rank, self.num_ranks = context.rank, context.num_ranks
         self.on_gpu = context.device == "cuda"
         backend = "nccl" if self.on_gpu else "gloo"
@@ -105,9 +106,10 @@ class Ranks:
         return None if mine is None else {key: max(m[key] for m in every) for key in mine}
 
     def step(self, what: str) -> None:
-        """Report the next step, and start its deadline."""
+        """Report the next step, and the seconds so far, and start its deadline."""
         if self._shows:
-            print(f"{self._what}: {what}", file=sys.stderr, flush=True)
+            passed = time.monotonic() - self._began
+            print(f"{self._what}, {passed:.0f} s: {what}", file=sys.stderr, flush=True)
         self.deadline()
 
     def deadline(self) -> None:
