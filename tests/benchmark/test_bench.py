@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def run(
     )  # fmt: skip
     (status,) = {rank.exit_code for rank in ended}
     stderr = "".join(rank.output for rank in ended)
+    stderr = re.sub(r"(?m)^([\w-]+), \d+ s: ", r"\1: ", stderr)  # the seconds so far
     return Done(status, stdout.read_text(), stderr, out)
 
 
