@@ -327,7 +327,7 @@ class QuackProducts:
         if plan is None:
             concat = () if epilogue is _swiglu_backward else ("B",)
             self._plans[key] = epilogue.gemm(
-                *(a, b, out, c), epi_args=values, cu_seqlens_m=ends, concat_layout=concat, **options
+                *tensors, epi_args=values, cu_seqlens_m=ends, concat_layout=concat, **options
             )
             return
         counter = options["tile_count_semaphore"]
