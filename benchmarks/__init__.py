@@ -2,7 +2,7 @@
 
     python -m benchmarks [OPTIONS]     engines, other libraries, Megatron-Core's dispatchers, whole
                                        layers and trainings; --model-network
-    python -m benchmarks.plot RESULT   draw a bench.json, or the log of `ncclep train`
+    python -m benchmarks.plot RESULT   draw a bench.json
     python -m benchmarks.waterfall     draw traces again that --trace has written
 
 It measures as `ncclep bench` does (megatron_ncclep/benchmark), with more kinds of subjects: their

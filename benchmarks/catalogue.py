@@ -49,8 +49,6 @@ LAUNCHED = ("megatron", *WITH_EXPERTS)
 # 1.5 times the rows of a balanced routing: an untrained router is far from balanced.
 MAX_RECV_ROWS = "1.5x"
 
-# Megatron-Core's own `ncclep`, and what it cannot do without: room for twice the balanced rows.
-FLEX_NCCLEP, CAPACITY_FACTOR = "flex_ncclep", 2.0
 LIBRARY = "nccl_ep_library"
 # Variants of the baseline -> the package that brings the library, and its modes.  A process has one
 # NCCL, with which at most one of the packages' libraries can run.
@@ -107,7 +105,6 @@ DISPATCHERS = {
     "flex_deepep_fused": _flex("deepep", moe_permute_fusion=True),
     "flex_hybridep": _flex("hybridep"),
     "flex_hybridep_fused": _flex("hybridep", moe_permute_fusion_into_hybridep=True),
-    FLEX_NCCLEP: _flex("ncclep", moe_expert_rank_capacity_factor=CAPACITY_FACTOR),
 }
 
 
@@ -245,8 +242,7 @@ def kind_of(name: str) -> str:
 
 def default_names() -> list[str]:
     """The subjects that are measured by default, in the order of the table."""
-    # TransformerEngine's libnccl_ep may be the second one of the process.
-    return [*ENGINES, LIBRARY, *DEEPEP, *(name for name in DISPATCHERS if name != FLEX_NCCLEP)]
+    return [*ENGINES, LIBRARY, *DEEPEP, *DISPATCHERS]
 
 
 def check_name(name: str) -> None:

@@ -1,6 +1,6 @@
-"""Draw a bench.json, or the log of `ncclep train`: its metrics, or else its losses.
+"""Draw a bench.json.
 
-A result has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
+It has a bar for each subject, stacked by pass, and the limit: the time that the rows take at
 the ceiling of the links, measured in the same run.  Whole layers and experts alone have separate
 panels without the limit.  A training step's bar is the device's time by kind of kernel and idle
 time; without a profile, or with several ranks, the step's.  Low-latency mode has lines over tokens.
@@ -18,8 +18,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks import metrics_plot, table
 from benchmarks import result as results
+from benchmarks import table
 from benchmarks.result import KINDS, LISTS
 from megatron_ncclep.benchmark import BOTH, PAIR, STEPS, WHOLE
 from megatron_ncclep.benchmark.table import same_sizes, sizes
@@ -52,10 +52,7 @@ BARS_OF_LINES = 8  # a panel of lines is as high as this many bars
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `python -m benchmarks.plot`."""
     add = parser.add_argument
-    add(
-        "result", metavar="BENCH_JSON|LOG_JSONL",
-        help="bench.json of a run, or log.jsonl of a training (--ncclep-metrics-interval: metrics)",
-    )  # fmt: skip
+    add("result", metavar="BENCH_JSON", help="bench.json of a run")
     add("-o", "--out", help="image file (default: a PNG file next to the result)")
     add(
         "--subjects", type=lambda text: text.split(","), action="extend",
@@ -72,18 +69,10 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.result)
     out = Path(args.out) if args.out else path.with_suffix(".png")
     try:
-        if path.suffix == ".jsonl":
-            if args.subjects is not None:
-                raise InputError(
-                    f"--subjects {','.join(args.subjects)}: {path} has none, leave it out"
-                )
-            _require_matplotlib(out)
-            metrics_plot.draw(path, out)
-        else:
-            result = results.load(path)
-            if args.subjects is not None:
-                _keep(result, args.subjects)
-            draw(result, out)
+        result = results.load(path)
+        if args.subjects is not None:
+            _keep(result, args.subjects)
+        draw(result, out)
     except OSError as error:
         wrong = f"{out}: {error.strerror}"
         raise InputError(f"{wrong}: --out must name a file that can be written") from error

@@ -194,7 +194,7 @@ class Metrics(Resource):
             self._num_steps = 0
             self._under_way.append(self._exchange())
         known = []
-        while self._under_way and _is_there(self._under_way[0]):
+        while self._under_way and _has_arrived(self._under_way[0]):
             known.append(self._interval_of(self._under_way.popleft()))
         return known
 
@@ -273,5 +273,5 @@ def after_step() -> list[Interval]:
     return [known for metrics in groups.all_shared(_NAME) for known in metrics.after_step()]
 
 
-def _is_there(exchanged: _Exchanged) -> bool:
+def _has_arrived(exchanged: _Exchanged) -> bool:
     return exchanged.done is None or exchanged.done.query()

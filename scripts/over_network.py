@@ -8,7 +8,6 @@ Each case starts its ranks (`scripts/host_ranks.py`) with links of a rate and a 
     ht            dispatch and combine of `native`, exact and static mode, and their backward passes
     hierarchical  the same of `hierarchical`, exact mode, on the same links
     ll            low-latency mode of `native`
-    put           bare puts of a word between kernels (scripts/put_latency.py)
     rounds        `native` with windows for a part of the tokens (docs/network.md)
 
 FOLDER gets a folder for each case, results.json and summary.txt; a case that runs again replaces
@@ -36,7 +35,6 @@ import loop  # noqa: E402
 from host_ranks import Grid, run_ranks  # noqa: E402
 
 from benchmarks.network_model import NetworkModel, Puts  # noqa: E402
-from megatron_ncclep.benchmark.ranks import quantiles  # noqa: E402
 from megatron_ncclep.benchmark.table import as_text, grid  # noqa: E402
 
 # The aims: times against bytes / rate, and what an operation of few tokens may take besides.
@@ -102,8 +100,6 @@ class Case:
         """What each rank runs, with results in `folder`."""
         config = folder / "shapes.yaml"
         config.write_text(json.dumps({"shapes": self.shapes, "timeout_s": 30}))  # JSON is YAML
-        if self.part == "put":
-            return [sys.executable, str(ROOT / "scripts" / "put_latency.py"), str(folder)]
         rank = [sys.executable, str(ROOT / "scripts" / "counted_rank.py"), str(folder)]
         mode = ["--mode", "ll"] if self.part == "ll" else []
         rounds = ["--warmup", "3", "--samples", str(self.samples)]
@@ -124,9 +120,8 @@ def cases() -> list[Case]:
         for rate in links[:2]
         for grid in (pairs, square)
     ]
-    put = [Case("put", grid, links[0], ()) for grid in (pairs, square)]
     rounds = [Case("rounds", grid, 25.0, tuple(ROUNDS), samples=8) for grid in (pairs, square)]
-    return [*ht, *hierarchical, *ll, *put, *rounds]
+    return [*ht, *hierarchical, *ll, *rounds]
 
 
 def network_of(case: Case) -> dict[str, str]:
@@ -209,9 +204,6 @@ def counted_against_model(
 
 def read_case(case: Case, folder: Path) -> dict[str, Any]:
     """The result of a case that has run."""
-    if case.part == "put":
-        latencies = json.loads((folder / "put.json").read_text())["latencies_us"]
-        return {"put_us": quantiles(latencies, 0.5, 0.99)}
     bench = json.loads((folder / "bench.json").read_text())
     shapes = bench["low_latency" if case.part == "ll" else "shapes"]
     counters = [json.loads(file.read_text()) for file in sorted(folder.glob("counters-*.json"))]
@@ -230,8 +222,6 @@ def read_case(case: Case, folder: Path) -> dict[str, Any]:
 def described(result: dict[str, Any]) -> list[str]:
     """The lines of a case's result."""
     lines = [f"{result['name']}: {result['problem'] or 'ok'}, {result['seconds']} s"]
-    if "put_us" in result:
-        lines.append("  us, p50 and p99: {:.1f} {:.1f}".format(*result["put_us"]))
     shapes = result.get("shapes", [])
     lines += [f"  {each['shape']}: {each['problem']}" for each in shapes if each["problem"]]
     measured = [each for each in shapes if not each["problem"]]

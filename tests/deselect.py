@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 # What is left out -> why.
-LEFT_OUT = pytest.StashKey[dict[str, str]]()
-OF_WORKER = "left_out"
+DESELECTED = pytest.StashKey[dict[str, str]]()
+OF_WORKER = "deselected"
 needs_te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="TransformerEngine is not installed",
@@ -32,7 +32,7 @@ def leave_out(
         reasons: test -> why it is left out; "": goes without saying.
     """
     listed = {item.nodeid.partition("[")[0]: why for item, why in reasons.items() if why}
-    config.stash.setdefault(LEFT_OUT, {}).update(listed)
+    config.stash.setdefault(DESELECTED, {}).update(listed)
     config.hook.pytest_deselected(items=list(reasons))
     items[:] = [item for item in items if item not in reasons]
 
@@ -40,18 +40,18 @@ def leave_out(
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hand the list of a worker over."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[OF_WORKER] = session.config.stash.get(LEFT_OUT, {})
+        session.config.workeroutput[OF_WORKER] = session.config.stash.get(DESELECTED, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take over the list of a worker."""
     listed = getattr(node, "workeroutput", {}).get(OF_WORKER, {})
-    node.config.stash.setdefault(LEFT_OUT, {}).update(listed)
+    node.config.stash.setdefault(DESELECTED, {}).update(listed)
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    for name, reason in config.stash.get(LEFT_OUT, {}).items():
+    for name, reason in config.stash.get(DESELECTED, {}).items():
         terminalreporter.write_line(f"LEFT OUT {name}: {reason}")

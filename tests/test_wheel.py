@@ -31,7 +31,12 @@ FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "N
 # And what `make test` needs besides.
 OF_TESTS = ("benchmarks", "constraints", "docs", "scripts", "tests", ".ci", ".github")
 MORE = (
-    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "RELEASE.md", "REUSE.toml"),
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "Makefile",
+    "RELEASE.md",
+    "REUSE.toml",
     "mkdocs.yml",
 )
 # This Python's extension and the C library, as the set-up has built them.

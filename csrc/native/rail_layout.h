@@ -1,9 +1,9 @@
 // The part of a control window that only groups of several NVLink domains have.
 //
-// The *rail peer* of a rank in another domain is the rank with its place there; a *rail* is all
-// ranks with one place.  Only rail peers use the network between them.  What a rank puts to a rail
-// peer is for the ranks of that domain, who find it in the rail peer's window: so a rank of another
-// domain is one more source, whose window is that of its rail peer.
+// The *rail peer* of a rank in another domain is the one with its local rank there; a *rail* is
+// all ranks with one local rank.  Only rail peers use the network between them.  What a rank puts
+// to a rail peer is for the ranks of that domain, who find it in the rail peer's window: so a rank
+// of another domain is one more source, whose window is that of its rail peer.
 //
 // A *node token* is a token that has assignments in another domain.  There it is known by its chunk
 // and its index among the chunk's tokens for that domain: its *name* is chunk * kChunk + index.
@@ -43,10 +43,10 @@ struct RailLayoutOf {
   // uint64 [D][counts], on their way and there.
   NCCLEP_BOTH std::size_t sent_counts() const { return entries() + 2 * num_domains() * 8; }
   NCCLEP_BOTH std::size_t counts() const { return sent_counts() + counts_bytes(); }
-  // uint64 [D][L][chunks]: epoch of the combine whose sums for a chunk of node tokens the rank with
-  // this place has pushed.
+  // uint64 [D][L][chunks]: epoch of the combine whose sums for a chunk of node tokens that local
+  // rank has pushed.
   NCCLEP_BOTH std::size_t pushed() const { return counts() + counts_bytes(); }
-  // uint64 [2][L][rounds]: epoch of the dispatch, or combine, of which the rank with this place is
+  // uint64 [2][L][rounds]: epoch of the dispatch, or combine, of which that local rank is
   // done with a round: it has pulled the rows, or added up the sums of ranks (rails/rounds.cuh).
   NCCLEP_BOTH std::size_t rounds_over() const {
     return pushed() + std::size_t{8} * num_domains() * local_ranks() * control.max_chunks();
@@ -134,9 +134,9 @@ struct RailRows {
 };
 
 // The part of a rows window that combine uses, after both halves: sums of ranks for a round of this
-// rank's tokens and of node tokens of its rail peers, [domain][token][place]; then, for one round
-// or for two by turns, domains' sums of node tokens on their way to each rail peer, and domains'
-// sums of this rank's tokens, by domain.
+// rank's tokens and of node tokens of its rail peers, [domain][token][local rank]; then, for one
+// round or for two by turns, domains' sums of node tokens on their way to each rail peer, and
+// domains' sums of this rank's tokens, by domain.
 struct RailSums {
   std::size_t dispatch_bytes;
   int num_domains, local_ranks, num_rounds;

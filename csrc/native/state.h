@@ -92,8 +92,9 @@ struct PairRoute {
   std::int32_t token, first_assignment;
 };
 struct AssignmentRoute {
-  std::uint32_t place;  // local expert << 16 | place among the writer's assignments for this expert
-  std::int32_t index;   // token * K + k
+  // Local expert << 16 | index among the writer's assignments for this expert.
+  std::uint32_t in_expert;
+  std::int32_t index;  // token * K + k
 };
 
 // The control window of each rank.  `[r]` is written by rank r, or, where it says so, for rank r.

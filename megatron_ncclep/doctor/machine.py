@@ -17,8 +17,12 @@ from megatron_ncclep.ranks import topology
 from megatron_ncclep.version import __version__
 
 PACKAGES = (
-    *("megatron-core", "transformer-engine", "quack-kernels", "nvidia-cutlass-dsl"),
-    *("nccl-extensions", "deep-ep"),
+    "megatron-core",
+    "transformer-engine",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "nccl-extensions",
+    "deep-ep",
 )
 DRIVER = Path("/proc/driver/nvidia/version")
 

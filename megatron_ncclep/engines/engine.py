@@ -41,10 +41,15 @@ BY_RAIL = "by rail"  # by local index and then by node: ranks 0 2 1 3 of two nod
 SLOT_ORDERS = (BY_RANK, BY_RAIL)
 # Options of EpConfig that all engines honour.
 COMMON_OPTIONS = frozenset(
-    (
-        *("alignment", "check_calls", "first_timeout_s", "timeout_s"),
-        *("max_recv_rows", "max_tokens_per_rank", "on_overflow"),
-    )
+    {
+        "alignment",
+        "check_calls",
+        "first_timeout_s",
+        "max_recv_rows",
+        "max_tokens_per_rank",
+        "on_overflow",
+        "timeout_s",
+    }
 )
 
 

@@ -141,20 +141,20 @@ class LowLatencyRows:
         num_local = self.num_local_experts
         expert = torch.arange(num_local, device=self.topk_idx.device)
         assignments = self.topk_idx.view(num_places, top_k, 1)
-        is_there = (assignments == expert).any(dim=1)  # [places, experts]
+        has_expert = (assignments == expert).any(dim=1)  # [places, experts]
         nowhere = num_local * num_places
-        row = expert * num_places + is_there.cumsum(0) - 1
-        row = torch.where(is_there, row, nowhere)
+        row = expert * num_places + has_expert.cumsum(0) - 1
+        row = torch.where(has_expert, row, nowhere)
         # A place's rows in ascending order of experts, which is the order of additions.
         rows_of = row.sort(dim=1).values[:, :top_k]
         rows_of = torch.where(rows_of == nowhere, NOT_ROUTED, rows_of).int()
         if top_k > num_local:
             rows_of = torch.nn.functional.pad(rows_of, (0, top_k - num_local), value=NOT_ROUTED)
-        order = (~is_there).int().argsort(dim=0, stable=True).T  # [experts, places]
+        order = (~has_expert).int().argsort(dim=0, stable=True).T  # [experts, places]
         flat = self.rows.view(num_places, -1)
         return ExpertRows(
             flat.view(torch.uint8)[order].view(flat.dtype),
-            is_there.sum(0).int(),
+            has_expert.sum(0).int(),
             rows_of.view(*self.topk_idx.shape),
         )
 

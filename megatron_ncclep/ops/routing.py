@@ -101,8 +101,14 @@ def routes_and_weights(
         topk_idx = routing_map.new_empty(num_tokens, top_k, dtype=torch.int64)
         weights = probs.new_empty(num_tokens, top_k)
         kernels.routes_and_weights(
-            *(routing_map.contiguous(), probs.contiguous(), NOT_ROUTED, TOO_MANY_EXPERTS),
-            *(topk_idx, weights, experts_per_block, extension.current_stream()),
+            routing_map.contiguous(),
+            probs.contiguous(),
+            NOT_ROUTED,
+            TOO_MANY_EXPERTS,
+            topk_idx,
+            weights,
+            experts_per_block,
+            extension.current_stream(),
         )
         return Routes(topk_idx, num_experts, experts_per_block), weights
     probs = _backwards_in_blocks(probs, experts_per_block)

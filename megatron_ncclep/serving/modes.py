@@ -92,16 +92,18 @@ class FewTokens:
         if self._calls.group.size == 1:
             elsewhere = NOT_ROUTED
         local = received.topk_idx.view(-1, sizes.top_k)
-        is_here = local >= 0
+        is_local = local >= 0
         counts = torch.zeros(num_local + 1, dtype=torch.int32, device=local.device)
         counts.scatter_add_(
-            0, torch.where(is_here, local, num_local).view(-1).long(), local.new_ones(local.numel())
+            0,
+            torch.where(is_local, local, num_local).view(-1).long(),
+            local.new_ones(local.numel()),
         )
         return ExpertInputs(
             received.rows.view(-1, sizes.hidden),
             None if received.scales is None else received.scales.view(-1, sizes.num_scales),
             counts[:num_local],
-            torch.where(is_here, local + first, elsewhere),
+            torch.where(is_local, local + first, elsewhere),
             received.weights.view(-1, sizes.top_k),
         )
 

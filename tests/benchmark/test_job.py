@@ -210,7 +210,6 @@ def test_what_the_command_line_names_wins_over_the_file() -> None:
     assert (job.subjects, job.required) == (("reference",), ("reference",))
     assert (job.samples, job.warmup) == (7, 0)
     assert make("models").subjects == tuple(default_names())
-    assert "flex_ncclep" not in default_names()
     assert make("models").timeout_s == 60
     assert make("smoke", subjects="nccl_ep@24").subjects == ("nccl_ep@24",)
 

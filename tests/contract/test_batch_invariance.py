@@ -64,15 +64,15 @@ def batches(case: Case, rank: int, most: int) -> Iterator[tuple[Tokens, torch.Te
     watched = tokens(case, rank, WATCHED, seed=0)
     for batch in range(case.num_ranks + BATCHES):
         has_company = batch >= case.num_ranks
-        is_here = (rank == batch) or (has_company and (rank + batch) % 4 != 0)
+        has_watched = (rank == batch) or (has_company and (rank + batch) % 4 != 0)
         number = (0, most, 1, most // 3)[(batch + rank) % 4] if has_company else 0
         crowded = dataclasses.replace(case, skew=float(batch % 3))
         company = tokens(crowded, rank, number, seed=batch + 1)
         together = company
-        if is_here:
+        if has_watched:
             together = Tokens(*(torch.cat(pair) for pair in zip(watched, company, strict=True)))
         order = torch.randperm(len(together.x), generator=torch.Generator().manual_seed(batch))
-        places = order.argsort()[:WATCHED].to(case.device) if is_here else None
+        places = order.argsort()[:WATCHED].to(case.device) if has_watched else None
         yield Tokens(*(t[order.to(case.device)] for t in together)), places
 
 

@@ -243,8 +243,8 @@ class Oracle:
             experts = [self.local(source, token, rank) for token in tokens]
             experts += [[-1] * case.top_k] * (case.max_tokens - len(tokens))
             assert result["topk_idx"][source].tolist() == experts, where
-            is_here = torch.tensor(experts).view(-1, case.top_k)[: len(tokens)] >= 0
-            weights = torch.where(is_here, self.weights[source][tokens], 0)
+            is_valid = torch.tensor(experts).view(-1, case.top_k)[: len(tokens)] >= 0
+            weights = torch.where(is_valid, self.weights[source][tokens], 0)
             n = len(tokens)
             assert_same_bits(result["weights"][source, :n], weights, f"weights, {where}")
             rows = self.x[source].view(torch.uint8)[tokens].view(self.x[source].dtype)

@@ -104,13 +104,13 @@ def test_sums_are_in_the_order_of_nodes(
     num_tokens, row_bytes, nodes, top_k = shape
     count = num_tokens * nodes
     order = torch.randperm(count, generator=torch.Generator().manual_seed(row_bytes))
-    is_there = random_numbers(nodes, num_tokens) < 0.7
-    place = order.view(nodes, num_tokens).int().masked_fill(~is_there, -1)
+    is_sent = random_numbers(nodes, num_tokens) < 0.7
+    place = order.view(nodes, num_tokens).int().masked_fill(~is_sent, -1)
     of_assignment = random_numbers(num_tokens, top_k, most=nodes + 1).int() - 1
     here = of_assignment.clamp(min=0).long().t()  # [top_k, num_tokens]
     of_assignment[(place.gather(0, here) < 0).t()] = -1
     sums, values = random_rows(count, row_bytes, dtype), random_numbers(count, top_k)
-    sums[order.view(nodes, num_tokens)[~is_there]] = torch.nan
+    sums[order.view(nodes, num_tokens)[~is_sent]] = torch.nan
 
     out = torch.full((num_tokens, row_bytes // dtype.itemsize), 7, dtype=dtype, device=device)
     topk_w = torch.full((num_tokens, top_k), 7.0, device=device) if has_values else None

@@ -52,7 +52,6 @@ RESULT = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-2xH200-nativ
 FILES = {
     "text.txt": "some text " * 20, "empty.txt": "", "list.yaml": "[1]", "s.py": "pass",
     "half.json": json.dumps({"format": result.FORMAT, "shapes": [{"subjects": [{"passes": 1}]}]}),
-    "wrong.jsonl": '{"a": 1}\n', "other.jsonl": "some text\n", "empty.jsonl": "",
     "none.json": json.dumps({"format": result.FORMAT}), "bench.json": "{}",
 }  # fmt: skip
 known = st.sampled_from(
@@ -143,10 +142,6 @@ LONG = "x" * 300
         "plot half.json",
         f"plot {RESULT} -o x.foo",
         "plot gone.json",
-        "plot gone.jsonl",
-        "plot wrong.jsonl",
-        "plot other.jsonl",
-        "plot empty.jsonl",
         "plot none.json",
     ],
 )

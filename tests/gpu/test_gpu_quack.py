@@ -61,9 +61,7 @@ class Experts:
         for weight in (*self.fc1, *self.fc2):
             weight.grad = None
         rows, probs = self.rows.clone().requires_grad_(), self.probs.clone().requires_grad_()
-        out = swiglu_experts(
-            *(rows, probs, self.offsets, self.fc1, self.fc2, self.products, target)
-        )
+        out = swiglu_experts(rows, probs, self.offsets, self.fc1, self.fc2, self.products, target)
         out.backward(self.grad)
         assert rows.grad is not None
         assert probs.grad is not None
@@ -123,7 +121,7 @@ def test_the_same_bits(ctx: RankContext) -> None:
     with torch.no_grad():  # keeps nothing for backward: another kernel
         target = (experts.products, INTO_MAIN_GRAD)
         out = swiglu_experts(
-            *(experts.rows, experts.probs, experts.offsets, experts.fc1, experts.fc2, *target)
+            experts.rows, experts.probs, experts.offsets, experts.fc1, experts.fc2, *target
         )
     assert torch.equal(out[: experts.used], expected[0])
     experts.products = copy.deepcopy(experts.products)

@@ -28,7 +28,8 @@ JOB = dataclasses.replace(
 
 
 @pytest.mark.supports(
-    *("--ncclep-on-overflow=rerun", "--ncclep-max-recv-rows=auto"),
+    "--ncclep-on-overflow=rerun",
+    "--ncclep-max-recv-rows=auto",
     compared="losses, gradients and weights with those of exact mode, to the bit",
 )
 @pytest.mark.needs_ranks(4)

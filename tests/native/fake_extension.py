@@ -222,14 +222,16 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
         (base, "StreamKeeper", FakeKeeper),
         (extension, "current_stream", lambda: STREAM),
         (
-            *(native_group, "communicator_of"),
+            native_group,
+            "communicator_of",
             lambda group, _: SimpleNamespace(lsa_size=group.size, num_domains=1),
         ),
         (native_low_latency, "communicator_of", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda device: None),
         (
-            *(torch.cuda, "get_device_properties"),
+            torch.cuda,
+            "get_device_properties",
             lambda device: SimpleNamespace(multi_processor_count=132),
         ),
     ):

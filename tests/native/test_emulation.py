@@ -280,7 +280,7 @@ MISTAKES = {
         "if (thread == 0) ll.state->dispatches = now.number;", "ll", 2, "."),
     "LL: a combine waits only for ranks with rows of its tokens": Mistake(
         "native/low_latency/combine.cu", "if («thread < locals && !has_failed») {",
-        "thread < locals && !has_failed && places.count(thread, job.num_tokens) > 0",
+        "thread < locals && !has_failed && rows.count(thread, job.num_tokens) > 0",
         "ll", 3, "."),
     "LL: a dispatch does not wait for one of the ranks": Mistake(
         "native/low_latency/dispatch.cu",
@@ -319,8 +319,8 @@ MISTAKES = {
         "ll-failures", 2, "ll dispatch: counts"),
     "LL: a dispatch goes on after a failure": Mistake(
         "native/low_latency/dispatch.cu",
-        "has_failed || send_rows<R>(ctx, ll, job, places, domains)",
-        "send_rows<R>(ctx, ll, job, places, domains)",
+        "has_failed || send_rows<R>(ctx, ll, job, rows, domains)",
+        "send_rows<R>(ctx, ll, job, rows, domains)",
         "ll-failures", 2, "."),
     "LL: a word is given after a failure": Mistake(
         "native/low_latency/combine.cu", "«sent < kSentFailed») {", "true",

@@ -65,9 +65,12 @@ def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
 
     assert on_threads(1, run) == [
         [
-            *(("dispatch", 8), ("combine", 32)),  # 16 tokens' worth
-            *(("dispatch", 80), ("combine", 80)),
-            *(("dispatch", 100), ("combine", 100)),
+            ("dispatch", 8),
+            ("combine", 32),  # 16 tokens' worth
+            ("dispatch", 80),
+            ("combine", 80),
+            ("dispatch", 100),
+            ("combine", 100),
         ]
     ]
 

@@ -30,7 +30,7 @@ __device__ void put_last(const KernelContext& ctx, const R& rails, std::uint64_t
 template <typename R>
 __global__ void refuse_kernel(KernelContext ctx, Phase phase, const __grid_constant__ R rails) {
   const int domain = threadIdx.x, local_rank = threadIdx.x;
-  // Then what another rank says of an operation before must not be overwritten.
+  // Do not overwrite what another rank reports of an earlier operation.
   if (had_failed(ctx)) return;
   const std::uint64_t epoch = current_epoch(ctx);
   const std::uint64_t word = epoch << kStopBits | (ctx.rank + 1);

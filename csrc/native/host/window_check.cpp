@@ -47,7 +47,7 @@ std::vector<Probe> probes_of(const std::vector<WindowView>& windows, int rank,
       const std::size_t start = at_end ? window.num_bytes - 2 * size * kWordBytes : 0;
       for (std::size_t peer = 0; peer < size; ++peer) {
         const std::size_t writer = writes ? rank : peer, reader = writes ? peer : rank;
-        const std::size_t place = side == Side::kLeft ? reader : size + writer;
+        const std::size_t word = side == Side::kLeft ? reader : size + writer;
         const char* base = in_peers_window ? window.peers[peer] : window.own;
         std::uint64_t value = generation;
         for (const std::uint64_t number :
@@ -57,7 +57,7 @@ std::vector<Probe> probes_of(const std::vector<WindowView>& windows, int rank,
         }
         probes.push_back(
             {window.name, at_end ? "end" : "start", window.first_rank + static_cast<int>(peer),
-             reinterpret_cast<std::uintptr_t>(base) + start + place * kWordBytes, value});
+             reinterpret_cast<std::uintptr_t>(base) + start + word * kWordBytes, value});
       }
     }
   }

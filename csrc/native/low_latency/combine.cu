@@ -1,10 +1,10 @@
 // Low-latency combine: the experts' outputs for each row return to its source rank, which sums them
 // (protocol.h).
 //
-// A rank sums its rows for each place in fp32, in the given order, and sends the sum, rounded once;
-// the source rank adds the ranks' sums in fp32, in ascending order of ranks, its own unrounded, and
-// rounds once: the contract's order.  With one row per place there is nothing to add at the
-// experts' rank, and rows are sent unchanged.
+// A rank sums the outputs for each row in fp32, in the given order, and sends the sum, rounded
+// once; the source rank adds the ranks' sums in fp32, in ascending order of ranks, its own
+// unrounded, and rounds once: the contract's order.  With one output per row there is nothing to
+// add at the experts' rank, and rows are sent unchanged.
 #include <cuda_runtime.h>
 
 #include "common/cuda.h"
@@ -45,7 +45,7 @@ struct Sum {
   }
 };
 
-// Adds the rows of a place, of which there may be several.  Called by one warp.
+// Adds the outputs for a row, of which there may be several.  Called by one warp.
 template <typename T>
 __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine& job,
                          std::size_t row, int offset, Sum<T>& sum) {
@@ -70,19 +70,19 @@ __device__ void add_rows(const LowLatencyWindow& window, const LowLatencyCombine
   }
 }
 
-// Where this rank's sum for a place of `rank` belongs: in its window or that of its rail peer here.
+// Where this rank's sum for a row of `rank` belongs: in its window or that of its rail peer here.
 template <typename R>
 __device__ char* sum_at(const KernelContext& ctx, const LowLatencyContext& ll, int rank,
-                        int place) {
+                        int index) {
   const LowLatencyWindow& window = ll.window;
   if constexpr (R::kEnabled) {
     if (!is_local(ctx, rank)) {
       return ll.window_of[host_of(ctx, rank)] +
              window.rank_sums(ctx.control.domain_of(rank), ctx.control.local_rank_of(ctx.rank)) +
-             static_cast<std::size_t>(place) * window.sum_bytes;
+             static_cast<std::size_t>(index) * window.sum_bytes;
     }
   }
-  return ll.window_of[rank] + window.sums() + row_at(window, ctx.rank, place) * window.sum_bytes;
+  return ll.window_of[rank] + window.sums() + row_at(window, ctx.rank, index) * window.sum_bytes;
 }
 
 // The rows that return to other ranks, rank by rank from the next one on, so that the ranks do not
@@ -112,7 +112,7 @@ class ReturningRows {
     return __shfl_sync(~0u, groups_up_to_, 31);
   }
 
-  // The rank that the row with this index returns to; turns the index into its place there.
+  // The rank that the row with this index returns to; turns the index into the one there.
   __device__ int find(int& row) const {
     const int group = kGroups == 1 ? 0 : before(groups_up_to_, row);
     return rank(group * 32 + before(up_to_[group * 32 + threadIdx.x % 32], row));
@@ -148,10 +148,10 @@ __device__ void send_back(const KernelContext& ctx, const LowLatencyContext& ll,
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
   const int items = returning.count() * pieces;
   for (int i = warp * gridDim.x + blockIdx.x; i < items; i += gridDim.x * kLlWarps) {
-    int place = i / pieces;
-    const int rank = returning.find(place);
+    int index = i / pieces;
+    const int rank = returning.find(index);
     const int offset = i % pieces * kLlPiece + lane * 16;
-    const std::size_t row = row_at(window, rank, place);
+    const std::size_t row = row_at(window, rank, index);
     Part part;
     if (job.rows_of == nullptr) {
       part.load(job.y + row * window.sum_bytes, offset, window.sum_bytes);
@@ -160,7 +160,7 @@ __device__ void send_back(const KernelContext& ctx, const LowLatencyContext& ll,
       add_rows(window, job, row, offset, sum);
       part = sum.round();
     }
-    part.store(sum_at<R>(ctx, ll, rank, place), offset, window.sum_bytes);
+    part.store(sum_at<R>(ctx, ll, rank, index), offset, window.sum_bytes);
   }
 }
 
@@ -181,11 +181,11 @@ __device__ bool put_token_sums(const KernelContext& ctx, const R& rails,
       const auto [token, piece] = batch.find_mine(i);
       const int offset = piece * kLlPiece + lane * 16;
       const int domain = batch.domain_of[token];
-      const int own_place = lane < locals ? batch.place(lane, token) : 0;
+      const int own_index = lane < locals ? batch.row_index(lane, token) : 0;
       Sum<T> sum;
-      for (std::uint32_t left = batch.places.ranks_of[token]; left != 0; left &= left - 1) {
-        const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
-        const std::size_t row = row_at(window, rail_peer_in(ctx, domain), place);
+      for (std::uint32_t left = batch.rows.ranks_of[token]; left != 0; left &= left - 1) {
+        const int rank = __ffs(left) - 1, index = __shfl_sync(~0u, own_index, rank);
+        const std::size_t row = row_at(window, rail_peer_in(ctx, domain), index);
         if (rank == ctx.control.local_rank_of(ctx.rank) && job.rows_of != nullptr) {
           Sum<T> mine;
           add_rows(window, job, row, offset, mine);
@@ -196,7 +196,7 @@ __device__ bool put_token_sums(const KernelContext& ctx, const R& rails,
         const char* from = rank == ctx.control.local_rank_of(ctx.rank)
                                ? job.y + row * window.sum_bytes
                                : start + window.rank_sums(domain, rank) +
-                                     static_cast<std::size_t>(place) * window.sum_bytes;
+                                     static_cast<std::size_t>(index) * window.sum_bytes;
         part.load(from, offset, window.sum_bytes);
         sum.add(part);
       }
@@ -228,9 +228,9 @@ template <typename T, typename R>
 class SourceSums {
  public:
   __device__ SourceSums(const KernelContext& ctx, const LowLatencyContext& ll,
-                        const LowLatencyCombine& job, const Places& places,
-                        const DomainPlaces& domains)
-      : ctx_(ctx), ll_(ll), job_(job), places_(places), domains_(domains) {}
+                        const LowLatencyCombine& job, const RowsToRanks& rows,
+                        const RowsToDomains& domains)
+      : ctx_(ctx), ll_(ll), job_(job), rows_(rows), domains_(domains) {}
 
   // The part that does not depend on other ranks.  Items number the pieces of all tokens, token by
   // token.
@@ -240,12 +240,12 @@ class SourceSums {
     const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
     token_ = item / pieces;
     offset_ = item % pieces * kLlPiece + lane * 16;
-    ranks_ = places_.ranks_of[token_];
-    place_ = lane < ctx_.control.local_ranks() ? places_.place(lane, token_) : 0;
+    ranks_ = rows_.ranks_of[token_];
+    index_ = lane < ctx_.control.local_ranks() ? rows_.index(lane, token_) : 0;
     own_ = {};
     const int own = local_rank(ctx_, ctx_.rank);
     if ((ranks_ >> own & 1) == 0) return;
-    const std::size_t row = row_at(window, ctx_.rank, __shfl_sync(~0u, place_, own));
+    const std::size_t row = row_at(window, ctx_.rank, __shfl_sync(~0u, index_, own));
     if (job_.rows_of == nullptr) {
       Part part = {};
       part.load(job_.y + row * window.sum_bytes, offset_, window.sum_bytes);
@@ -280,7 +280,7 @@ class SourceSums {
         of_rank[p] = __ffs(left) - 1;
         left &= left - 1;
         const std::size_t row =
-            row_at(window, rank_at(ctx_, of_rank[p]), __shfl_sync(~0u, place_, of_rank[p]));
+            row_at(window, rank_at(ctx_, of_rank[p]), __shfl_sync(~0u, index_, of_rank[p]));
         parts[p].load(sums + row * window.sum_bytes, offset_, window.sum_bytes);
         num = p + 1;
       }
@@ -310,7 +310,7 @@ class SourceSums {
       } else if (domains_.ranks_of[token_] >> domain & 1) {
         Part part = {};
         part.load(ll_.window_of[ctx_.rank] + window.domain_sums(domain) +
-                      std::size_t{1} * domains_.place(domain, token_) * window.sum_bytes,
+                      std::size_t{1} * domains_.index(domain, token_) * window.sum_bytes,
                   offset_, window.sum_bytes);
         total.add(part);
       }
@@ -321,9 +321,9 @@ class SourceSums {
   const KernelContext& ctx_;
   const LowLatencyContext& ll_;
   const LowLatencyCombine& job_;
-  const Places& places_;
-  const DomainPlaces& domains_;
-  int token_ = 0, offset_ = 0, place_ = 0;
+  const RowsToRanks& rows_;
+  const RowsToDomains& domains_;
+  int token_ = 0, offset_ = 0, index_ = 0;
   std::uint32_t ranks_ = 0;
   Sum<T> own_;
 };
@@ -332,8 +332,8 @@ template <typename T, typename R>
 __global__ void __launch_bounds__(kLlThreads, 1)
     ll_combine_kernel(KernelContext ctx, LowLatencyContext ll, LowLatencyCombine job,
                       const __grid_constant__ R rails) {
-  __shared__ Places places;
-  __shared__ DomainPlaces domains;
+  __shared__ RowsToRanks rows;
+  __shared__ RowsToDomains domains;
   __shared__ TokenBatch batch;
   __shared__ int returning_up_to[kMaxRanks];
   const LowLatencyWindow& window = ll.window;
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
           : 0;
   ReturningRows<R> returning(ctx, ll, returning_up_to);
   const int locals = ctx.control.local_ranks();
-  places.set(has_token ? ll.state->ranks_of[thread] : 0, job.num_tokens, locals);
+  rows.set(has_token ? ll.state->ranks_of[thread] : 0, job.num_tokens, locals);
   if constexpr (R::kEnabled) {
     domains.set(has_token ? ll.state->domains_of[thread] : 0, job.num_tokens,
                 ctx.control.num_domains);
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
   const int pieces = (window.sum_bytes + kLlPiece - 1) / kLlPiece;
   const int items = job.num_tokens * pieces, step = gridDim.x * kLlWarps;
   int item = thread / 32 * gridDim.x + blockIdx.x;
-  SourceSums<T, R> sums(ctx, ll, job, places, domains);
+  SourceSums<T, R> sums(ctx, ll, job, rows, domains);
   if (item < items) sums.begin(item);
   // Every CTA waits for every rank of this domain, whether or not it has a part for this one: no
   // rank may leave before all have sent (protocol.h).

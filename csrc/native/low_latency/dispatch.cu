@@ -2,8 +2,8 @@
 // hold their experts (protocol.h).
 //
 // Example: two ranks, four experts, top-2; rank 1 holds experts 2 and 3.  Rank 0's tokens 0, 1, 2
-// name experts (0, 1), (3, 0), (2, 3).  Rank 1 gets two rows from rank 0: token 1 at place 0, with
-// experts (1, -1), and token 2 at place 1, with experts (0, 1).
+// name experts (0, 1), (3, 0), (2, 3).  Rank 1 gets two rows from rank 0: token 1 at index 0, with
+// experts (1, -1), and token 2 at index 1, with experts (0, 1).
 #include <cuda_runtime.h>
 
 #include "common/cuda.h"
@@ -57,13 +57,13 @@ __device__ char* sent_token(const KernelContext& ctx, const LowLatencyContext& l
 }
 
 // Sends a token's experts and weights, and the scales of its row, to all of `ranks`, and writes
-// them into the messages to `domains`.  Called by one warp, whose lane r holds the token's place at
+// them into the messages to `domains`.  Called by one warp, whose lane r holds the row's index at
 // the r-th rank of this domain.  False if the token's routing is bad: invalid assignments count as
 // not routed.
 template <typename R>
 __device__ bool send_header(const KernelContext& ctx, const LowLatencyContext& ll,
                             const LowLatencyDispatch& job, int token, std::uint32_t ranks,
-                            int own_place, const DomainPlaces& domains) {
+                            int own_index, const RowsToDomains& domains) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, num_local = ctx.control.num_local();
   std::int64_t named = -1;
@@ -86,7 +86,7 @@ __device__ bool send_header(const KernelContext& ctx, const LowLatencyContext& l
   for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
     const int of = __ffs(left) - 1, rank = rank_at(ctx, of);
     char* to = ll.window_of[rank];
-    const std::size_t row = row_at(window, ctx.rank, __shfl_sync(~0u, own_place, of));
+    const std::size_t row = row_at(window, ctx.rank, __shfl_sync(~0u, own_index, of));
     store_assignments(window, to, row, rank, num_local, expert, weight);
     auto* to_scales = reinterpret_cast<uint4*>(to + window.scales()) + row * scale_vectors;
     for (int i = lane; i < scale_vectors; i += 32) to_scales[i] = __ldg(scales + i);
@@ -95,7 +95,7 @@ __device__ bool send_header(const KernelContext& ctx, const LowLatencyContext& l
     const int in_domain = num_local * ctx.control.local_ranks();
     for (std::uint64_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
       const int domain = __ffsll(left) - 1;
-      char* to = sent_token(ctx, ll, domain, domains.place(domain, token));
+      char* to = sent_token(ctx, ll, domain, domains.index(domain, token));
       if (lane < window.top_k) {
         const bool is_its = expert >= 0 && expert / in_domain == domain;
         reinterpret_cast<std::int32_t*>(to)[lane] = is_its ? expert % in_domain : -1;
@@ -111,8 +111,8 @@ __device__ bool send_header(const KernelContext& ctx, const LowLatencyContext& l
 // Sends this CTA's share.  False for a thread that has found a bad routing.
 template <typename R>
 __device__ bool send_rows(const KernelContext& ctx, const LowLatencyContext& ll,
-                          const LowLatencyDispatch& job, const Places& places,
-                          const DomainPlaces& domains) {
+                          const LowLatencyDispatch& job, const RowsToRanks& rows,
+                          const RowsToDomains& domains) {
   const LowLatencyWindow& window = ll.window;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pieces = (window.row_bytes + kLlPiece - 1) / kLlPiece;
@@ -128,24 +128,24 @@ __device__ bool send_rows(const KernelContext& ctx, const LowLatencyContext& ll,
         part.vectors[v] = __ldg(reinterpret_cast<const uint4*>(from + v * kLlStride));
       }
     }
-    const std::uint32_t ranks = places.ranks_of[token];
-    const int own_place = lane < ctx.control.local_ranks() ? places.place(lane, token) : 0;
+    const std::uint32_t ranks = rows.ranks_of[token];
+    const int own_index = lane < ctx.control.local_ranks() ? rows.index(lane, token) : 0;
     for (std::uint32_t left = ranks; left != 0; left &= left - 1) {
-      const int of = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, of);
+      const int of = __ffs(left) - 1, index = __shfl_sync(~0u, own_index, of);
       char* to = ll.window_of[rank_at(ctx, of)] + window.rows() +
-                 row_at(window, ctx.rank, place) * window.row_bytes;
+                 row_at(window, ctx.rank, index) * window.row_bytes;
       part.store(to, offset, window.row_bytes);
     }
     if constexpr (R::kEnabled) {
       for (std::uint64_t left = domains.ranks_of[token]; left != 0; left &= left - 1) {
         const int domain = __ffsll(left) - 1;
-        char* to = sent_token(ctx, ll, domain, domains.place(domain, token)) +
+        char* to = sent_token(ctx, ll, domain, domains.index(domain, token)) +
                    window.header_bytes() + window.scale_bytes;
         part.store(to, offset, window.row_bytes);
       }
     }
     if (i % pieces == 0) {
-      is_good &= send_header<R>(ctx, ll, job, token, ranks, own_place, domains);
+      is_good &= send_header<R>(ctx, ll, job, token, ranks, own_index, domains);
     }
   }
   return is_good;
@@ -187,7 +187,7 @@ __device__ void receive(const KernelContext& ctx, const LowLatencyContext& ll,
   for (int rank = threadIdx.x; rank < window.num_ranks; rank += kLlThreads) {
     job.counts[rank] = has_failed ? 0 : counts[rank];
   }
-  // Places that received no row have no experts.
+  // Where no row was received there are no experts.
   char* own = ll.window_of[ctx.rank];
   const int of_rank = window.max_tokens * window.top_k;
   auto* experts = reinterpret_cast<std::int32_t*>(own + window.experts());
@@ -213,15 +213,17 @@ __device__ void receive(const KernelContext& ctx, const LowLatencyContext& ll,
       for (int i = end + threadIdx.x; i < of_rank; i += kLlThreads) experts[i] = -1;
     }
   }
-  if (has_failed) fill_nan(own + window.weights(), window.places() * window.top_k * sizeof(float));
+  if (has_failed) {
+    fill_nan(own + window.weights(), window.num_rows() * window.top_k * sizeof(float));
+  }
 }
 
 template <typename R>
 __global__ void __launch_bounds__(kLlThreads, 1)
     ll_dispatch_kernel(KernelContext ctx, LowLatencyContext ll, LowLatencyDispatch job,
                        const __grid_constant__ R rails) {
-  __shared__ Places places;
-  __shared__ DomainPlaces domains;
+  __shared__ RowsToRanks rows;
+  __shared__ RowsToDomains domains;
   __shared__ TokenBatch batch;  // of other domains
   __shared__ int counts[kWarpSize];
   const LowLatencyWindow& window = ll.window;
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(kLlThreads, 1)
       R::kEnabled ? *static_cast<volatile std::uint64_t*>(&ctx.state->rail_signals[kTokensPut]) + 1
                   : 0;
   const Destinations found = find_destinations<R>(ctx, job, window.top_k);
-  places.set(found.ranks, job.num_tokens, ctx.control.local_ranks());
+  rows.set(found.ranks, job.num_tokens, ctx.control.local_ranks());
   if constexpr (R::kEnabled) {
     domains.set(found.domains, job.num_tokens, ctx.control.num_domains);
   }
@@ -254,8 +256,8 @@ __global__ void __launch_bounds__(kLlThreads, 1)
     ll.state->domains_of[thread] = found.domains;
   }
   const int locals = ctx.control.local_ranks();
-  if (thread < locals) counts[thread] = places.count(thread, job.num_tokens);
-  const bool is_good = has_failed || send_rows<R>(ctx, ll, job, places, domains);
+  if (thread < locals) counts[thread] = rows.count(thread, job.num_tokens);
+  const bool is_good = has_failed || send_rows<R>(ctx, ll, job, rows, domains);
   const unsigned int sent = count_sent(&ll.state->sent, !is_good, has_failed);
   if (sent == 0 && !(R::kEnabled && job.completes)) return;
   const std::uint32_t bad = sent >= kSentBad ? kBadRouting : 0;

@@ -202,7 +202,7 @@ void LowLatency::combine(const ncclepLowLatencyCombine_t& given) {
   const auto rows_of = optional_tensor(given.rows_of, "rows_of");
   require(given.sends || given.completes, "a combine must send, complete or do both");
   const std::int64_t num_rows =
-      rows_of && y.ndim > 0 ? y.shape[0] : static_cast<std::int64_t>(layout_.places());
+      rows_of && y.ndim > 0 ? y.shape[0] : static_cast<std::int64_t>(layout_.num_rows());
   require(num_rows <= INT32_MAX, num_rows, " rows: at most 2^31 - 1");
   require_shape("y", y, sizes_.dtype, {num_rows, sizes_.hidden});
   if (rows_of) {

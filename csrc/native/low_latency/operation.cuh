@@ -76,10 +76,10 @@ __device__ inline Operation begin(const KernelContext& ctx, const LowLatencyCont
 constexpr RailWindow kLowLatencyWindow = kControlWindow;
 
 // The ranks of this domain, or the other domains, that this rank's tokens go to, one bit each in a
-// `Bits`, and their places there: a token's place is the number of earlier tokens that go to the
-// same rank or domain.  Domains count as ranks here.
+// `Bits`, and the indices of their rows there: the number of earlier tokens that go to the same
+// rank or domain.  Domains count as ranks here.
 template <typename Bits>
-struct PlacesOf {
+struct RowsTo {
   Bits ranks_of[kLowLatencyTokens];
   std::uint32_t tokens_of[8 * sizeof(Bits)][kLlWarps];  // a bit for each
 
@@ -94,7 +94,7 @@ struct PlacesOf {
     }
   }
 
-  __device__ int place(int rank, int token) const {
+  __device__ int index(int rank, int token) const {
     int sum = 0;
     for (int word = 0; word < token / 32; ++word) sum += __popc(tokens_of[rank][word]);
     return sum + __popc(tokens_of[rank][token / 32] & ((1u << token % 32) - 1));
@@ -107,12 +107,12 @@ struct PlacesOf {
   }
 };
 
-using Places = PlacesOf<std::uint32_t>;
-using DomainPlaces = PlacesOf<std::uint64_t>;
+using RowsToRanks = RowsTo<std::uint32_t>;
+using RowsToDomains = RowsTo<std::uint64_t>;
 
-// The index of a row in [R, max_tokens].
-__device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, int place) {
-  return static_cast<std::size_t>(rank) * window.max_tokens + place;
+// A row in [R, max_tokens], by its index among those of `rank`.
+__device__ inline std::size_t row_at(const LowLatencyWindow& window, int rank, int index) {
+  return static_cast<std::size_t>(rank) * window.max_tokens + index;
 }
 
 // Writes a row's experts on its rank, numbered as that rank numbers its own, and their weights into

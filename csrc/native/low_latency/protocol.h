@@ -3,7 +3,7 @@
 // Every rank has one more window.  In dispatch a rank copies the row of each of its tokens once to
 // every rank that has experts for it, into the part of that rank's window reserved for the source
 // rank, in token order; the token's experts on that rank and their weights travel with the row.  In
-// combine the experts' outputs come back, one row for each (token, rank), to the same place in the
+// combine the experts' outputs come back, one row for each (token, rank), to the same index in the
 // source rank's window, and the source rank adds the rows up.
 //
 // Each operation ends with one word to every rank, which says that everything has been written, and
@@ -40,7 +40,7 @@
 // rank, and posts the source's words; so all its CTAs wait, too.  In combine a rank sends the sums
 // for a token of another domain to that source's rail peer, which adds them up when it completes
 // the combine, its own unrounded, rounds, and puts a row for each token back.  The source adds up
-// the domains' sums, all of them rounded.  Why one place for each is enough, for rank S, its rail
+// the domains' sums, all of them rounded.  Why one copy of each is enough, for rank S, its rail
 // peer B, and rank Q of B's domain:
 //
 // - What S puts in D(n+1): B reads that of Dn until it has put Cn, without which S is still in Cn.
@@ -73,7 +73,7 @@ struct LowLatencyWindow {
   int row_bytes, scale_bytes, sum_bytes;  // of a dispatched row, of its scales, of a sum
   int num_domains = 1;
 
-  NCCLEP_BOTH std::size_t places() const {
+  NCCLEP_BOTH std::size_t num_rows() const {
     return static_cast<std::size_t>(num_ranks) * max_tokens;
   }
   // uint64 [2][R]: the last dispatch and the last combine that rank r has sent: kBadRouting and the
@@ -84,15 +84,15 @@ struct LowLatencyWindow {
   NCCLEP_BOTH std::size_t experts() const { return 2 * num_ranks * 8; }
   // float [R][max_tokens][K]; at a multiple of 16 bytes, because `fill_nan` writes vectors.
   NCCLEP_BOTH std::size_t weights() const {
-    return (experts() + places() * top_k * 4 + 15) / 16 * 16;
+    return (experts() + num_rows() * top_k * 4 + 15) / 16 * 16;
   }
   // [R][max_tokens] of scale_bytes, row_bytes, sum_bytes.
   NCCLEP_BOTH std::size_t scales() const {
-    return (weights() + places() * top_k * 4 + 127) / 128 * 128;
+    return (weights() + num_rows() * top_k * 4 + 127) / 128 * 128;
   }
-  NCCLEP_BOTH std::size_t rows() const { return scales() + places() * scale_bytes; }
-  NCCLEP_BOTH std::size_t sums() const { return rows() + places() * row_bytes; }
-  NCCLEP_BOTH std::size_t own_bytes() const { return sums() + places() * sum_bytes; }
+  NCCLEP_BOTH std::size_t rows() const { return scales() + num_rows() * scale_bytes; }
+  NCCLEP_BOTH std::size_t sums() const { return rows() + num_rows() * row_bytes; }
+  NCCLEP_BOTH std::size_t own_bytes() const { return sums() + num_rows() * sum_bytes; }
 
   // With several domains.  A message to a rail peer: uint64 [2], the number of its tokens and
   // kBadRouting; then for each its experts int32 [K], by number in the domain or -1, its weights
@@ -105,10 +105,10 @@ struct LowLatencyWindow {
     return (own_bytes() + 127) / 128 * 128 + domain * message_bytes(max_tokens);
   }
   NCCLEP_BOTH std::size_t message(int domain) const { return sent_message(num_domains + domain); }
-  // [D][L][max_tokens]: sums of the ranks of this domain for tokens of each rail peer, in the
-  // places of the ranks.
-  NCCLEP_BOTH std::size_t rank_sums(int domain, int place) const {
-    const int number = domain * (num_ranks / num_domains) + place;
+  // [D][L][max_tokens]: sums of the ranks of this domain for tokens of each rail peer, by local
+  // rank.
+  NCCLEP_BOTH std::size_t rank_sums(int domain, int local_rank) const {
+    const int number = domain * (num_ranks / num_domains) + local_rank;
     return message(num_domains) + std::size_t{1} * number * max_tokens * sum_bytes;
   }
   // [D][max_tokens], on their way to rail peers and there.
@@ -132,9 +132,9 @@ struct LowLatencyState {
   unsigned int passed;                  // CTAs that have added up their part for the rail peers
   unsigned int passed_on[kMaxDomains];  // CTAs that have sent on their part of a domain's tokens
   unsigned int domains_passed;          // domains of which all CTAs have
-  int cleared[kMaxRanks];               // places of each rank, the last ones, that have no experts
+  int cleared[kMaxRanks];               // of each rank's rows, how many last ones have no experts
   // For the combine of the last dispatch: the ranks of each token in this domain, a bit for each
-  // place, and its other domains.
+  // local rank, and its other domains.
   std::uint32_t ranks_of[kLowLatencyTokens];
   std::uint64_t domains_of[kLowLatencyTokens];
 };
@@ -159,9 +159,9 @@ struct LowLatencyDispatch {
 
 struct LowLatencyCombine {
   bool sends, completes;
-  // A row for each place, [R, max_tokens, sum_bytes]; or, with `rows_of`, rows in any order.
+  // A row for each received one, [R, max_tokens, sum_bytes]; or, with `rows_of`, rows in any order.
   const char* y;
-  // int32 [R, max_tokens, K]: the rows of y to add up for a place, in this order; -1: none.
+  // int32 [R, max_tokens, K]: the rows of y to add up for each, in this order; -1: none.
   const std::int32_t* rows_of;
   int num_rows;    // of y, with `rows_of`; indices outside are ignored
   char* out;       // [T, sum_bytes]

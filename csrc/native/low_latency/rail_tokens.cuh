@@ -71,7 +71,7 @@ struct TokenBatch {
   int first[kMaxDomains + 1];  // token of each domain
   int mine[kMaxDomains + 1];   // pieces of this CTA before those of each domain
   std::uint8_t domain_of[kLowLatencyTokens];
-  Places places;
+  RowsToRanks rows;
 
   // Takes the first of the domains `left`, a bit for each, and returns the others.  Called by all
   // threads.
@@ -106,7 +106,7 @@ struct TokenBatch {
         if (expert >= 0) ranks |= 1u << expert / ctx.control.num_local();
       }
     }
-    places.set(ranks, num_tokens(), ctx.control.local_ranks());
+    rows.set(ranks, num_tokens(), ctx.control.local_ranks());
     __syncthreads();
     return end == kMaxDomains ? 0 : left >> end << end;
   }
@@ -128,13 +128,13 @@ struct TokenBatch {
   }
   // Among those of its domain.
   __device__ int index_of(int token) const { return token - first[domain_of[token]]; }
-  __device__ int place(int rank, int token) const {
-    return places.place(rank, token) - places.place(rank, first[domain_of[token]]);
+  __device__ int row_index(int rank, int token) const {
+    return rows.index(rank, token) - rows.index(rank, first[domain_of[token]]);
   }
   // How many tokens of a domain go to a rank.
   __device__ int count(int rank, int domain) const {
     const int last = first[domain + 1] - 1;
-    return last < first[domain] ? 0 : place(rank, last) + (places.ranks_of[last] >> rank & 1);
+    return last < first[domain] ? 0 : row_index(rank, last) + (rows.ranks_of[last] >> rank & 1);
   }
 
  private:
@@ -154,8 +154,8 @@ struct TokenBatch {
 // of the CTA that has seen that; false for a thread that could not.
 template <typename R>
 __device__ bool put_messages(const KernelContext& ctx, const R& rails, const LowLatencyContext& ll,
-                             const DomainPlaces& domains, int num_tokens, std::uint32_t bad_routing,
-                             std::uint64_t epoch) {
+                             const RowsToDomains& domains, int num_tokens,
+                             std::uint32_t bad_routing, std::uint64_t epoch) {
   const int domain = threadIdx.x;
   if (!has_rail_peer(ctx, domain)) return true;
   const std::size_t from = ll.window.sent_message(domain);
@@ -225,11 +225,11 @@ __device__ inline void pass_on(const KernelContext& ctx, const LowLatencyContext
     part.load(token.row(), offset, window.row_bytes);
     const int expert = lane < window.top_k ? token.expert(lane) : -1;
     const float weight = lane < window.top_k ? token.weight(lane) : 0;
-    const int own_place = lane < locals ? batch.place(lane, number) : 0;
-    for (std::uint32_t left = batch.places.ranks_of[number]; left != 0; left &= left - 1) {
-      const int rank = __ffs(left) - 1, place = __shfl_sync(~0u, own_place, rank);
+    const int own_index = lane < locals ? batch.row_index(lane, number) : 0;
+    for (std::uint32_t left = batch.rows.ranks_of[number]; left != 0; left &= left - 1) {
+      const int rank = __ffs(left) - 1, index = __shfl_sync(~0u, own_index, rank);
       char* to = ll.window_of[rank_at(ctx, rank)];
-      const std::size_t row = row_at(window, source, place);
+      const std::size_t row = row_at(window, source, index);
       part.store(to + window.rows() + row * window.row_bytes, offset, window.row_bytes);
       if (piece != 0) continue;
       store_assignments(window, to, row, rank, num_local, expert, weight);

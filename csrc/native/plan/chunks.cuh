@@ -3,7 +3,7 @@
 // Every CTA has a range of chunks and holds as many of them at a time as fit.  For each chunk it
 // has a bitmap over the tokens for every *column*: first one per expert (tokens with an assignment
 // for it), then one per rank (tokens with a pair on it) and, if there are several NVLink domains,
-// one per domain (node tokens).  Places are prefix sums over tokens: the
+// one per domain (node tokens).  Indices are prefix sums over tokens: the
 // population count of a bitmap inside a chunk, plus sums of such counts over the earlier chunks and
 // CTAs.  Nothing depends on the order in which threads run.
 #pragma once

@@ -2,9 +2,9 @@
 // knows which of its own assignments open a new alignment block of `alignment` rows, and how many
 // blocks are open at the destination before each chunk of its tokens:
 //
-//     place of an assignment in its expert's block =
+//     index of an assignment in its expert's block =
 //         assignments of lower ranks + this rank's assignments before it
-//     it opens an alignment block if place % alignment == 0
+//     it opens an alignment block if index % alignment == 0
 //     blocks open before a chunk = sum over the destination's experts of
 //         ceil((lower ranks' assignments + this rank's before it) / alignment)
 //

@@ -5,8 +5,8 @@
 //
 //     rank 0 tells rank 0: assignments 2 1, pairs 2      tells rank 1: assignments 0 1, pairs 1
 //     rank 1 tells rank 0: assignments 0 1, pairs 1      tells rank 1: assignments 1 0, pairs 1
-//     rank 0's assignments for rank 0: (expert 0, place 0), (expert 1, place 0) of token 0,
-//                                (expert 0, place 1) of token 1; rank 1's: (expert 1, place 0)
+//     rank 0's assignments for rank 0: (expert 0, index 0), (expert 1, index 0) of token 0,
+//                                (expert 0, index 1) of token 1; rank 1's: (expert 1, index 0)
 //     rows on rank 0: expert 0 from slot 0 (2 rows), expert 1 from slot 2 (2 rows), where rank 0's
 //     row comes first; so rank 0's assignments have slots 0 2 1, and rank 1's assignment has slot 3
 //

@@ -1,10 +1,10 @@
 // Step 1, plan: from each token's experts to the routes of its rows.
 //
-// Two kernels.  `count` gives every assignment its place among this rank's assignments for the same
+// Two kernels.  `count` gives every assignment its index among this rank's assignments for the same
 // expert, writes the routes for each other rank into this rank's control window, and posts to each
 // of them how many there are; the host reads from the mailbox how many rows this rank will receive.
 // `receive` waits until the others have done the same and copies the routes they wrote for this
-// rank, with places turned into slots, into the plan's own memory.  The host queues both before it
+// rank, with indices turned into slots, into the plan's own memory.  The host queues both before it
 // knows how large that memory must be, and queues `receive` again if it was too small.
 //
 // In static mode the host does not wait; `drop` (overflow.h) runs first where there may be more

@@ -119,7 +119,7 @@ __device__ void reduce_pairs(const KernelContext& ctx, const Combine& job, const
   }
   const auto done = [&] {
     __syncwarp();
-    if (lane == 0) tracker.note(warp, ++num_done);
+    if (lane == 0) tracker.record(warp, ++num_done);
   };
   reduce_rows<T, false>(ring, job.row_bytes, next, done);
 }

@@ -283,7 +283,7 @@ class DomainSums {
   }
 
   // The oldest sum of `next_of_domain` is stored.
-  __device__ void note_sum() {
+  __device__ void record_sum() {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) {
       unsigned int* const number = begun_[num_stored_ % kNotes];
@@ -434,7 +434,7 @@ __device__ void sum_over_domains(const KernelContext& ctx, const R& rails, const
   for (int number = 0; number <= num_rounds && !sums.has_given_up(); ++number) {
     if (number < num_rounds) {
       if (!sums.begin_of_domain(round_of(job, number))) return;
-      reduce_rows<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.note_sum(); });
+      reduce_rows<T, true>(ring, job.row_bytes, next_of_domain, [&] { sums.record_sum(); });
       sums.end_of_domain();
       __syncwarp();  // the ring is used again
     }

@@ -80,7 +80,7 @@ struct CompletionTracker {
   }
 
   // Called by one thread of the warp after its work on a pair; `num` counts from 1.
-  __device__ void note(int warp, int num) {
+  __device__ void record(int warp, int num) {
     __threadfence_block();
     show(&num_done[warp], num);
   }

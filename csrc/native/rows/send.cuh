@@ -131,11 +131,11 @@ __device__ inline void send_sums(const KernelContext& ctx, const Combine& job,
     num_sent += ends_row[s];
     if (lane != 0) return;
     wait_for_older_stores<kSentAhead>();
-    if (row_ends >> kSentAhead & 1) tracker.note(warp, ++num_written);
+    if (row_ends >> kSentAhead & 1) tracker.record(warp, ++num_written);
   };
   ring.run(load, store, stored);
   if (lane == 0) {
-    tracker.note(warp, num_sent);
+    tracker.record(warp, num_sent);
     tracker.close(warp);
   }
 }

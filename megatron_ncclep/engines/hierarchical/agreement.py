@@ -56,7 +56,7 @@ class Calls:
         key = ("plan", shape[-1:], num_tokens if self._is_even else None)
         fits = self._is_even or self._declared > 0 or num_tokens <= self._most_tokens
         if self.go_on and key in self._agreed and fits:
-            if problem := self._shape_problem(topk_idx):
+            if problem := self._engine.topk_shape_problem(topk_idx):
                 self.refuse("plan", problem)
             return self._group.hosts.enter(), num_tokens if self._is_even else self._most_tokens
         agreement = self._engine.agree_on_routes(topk_idx, self._plan_problem(topk_idx))
@@ -120,7 +120,7 @@ class Calls:
     def _plan_problem(self, topk_idx: torch.Tensor) -> str | None:
         """Say what is wrong with the arguments of a plan on which the hosts agree."""
         if self.go_on:
-            return self._shape_problem(topk_idx)
+            return self._engine.topk_shape_problem(topk_idx)
         if self._group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return (
                 "a CUDA graph cannot hold a plan whose sizes the hosts must know: set "
@@ -128,6 +128,3 @@ class Calls:
                 "and leave check_calls off; or leave the plan out of the graph"
             )
         return self._engine.topk_problem(topk_idx)
-
-    def _shape_problem(self, topk_idx: torch.Tensor) -> str | None:
-        return self._engine.topk_shape_problem(topk_idx)

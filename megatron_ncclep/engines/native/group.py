@@ -41,8 +41,13 @@ ALONE_TIMEOUT_S = 1e-3
 # Values besides the phase that must be equal on all ranks, in the order in which differences are
 # reported.
 VALUES = (
-    *("top_k", "alignment", "max_recv_rows"),
-    *("plan", "dtype", "hidden size", "presence of weights"),
+    "top_k",
+    "alignment",
+    "max_recv_rows",
+    "plan",
+    "dtype",
+    "hidden size",
+    "presence of weights",
 )
 
 
@@ -224,10 +229,13 @@ class NativeGroup(Resource):
         get_logger().log(
             logging.INFO if holds >= MIB else logging.DEBUG,
             "native: windows grew from %.1f to %.1f MiB on each of %d ranks (%s)",
-            *(held / MIB, holds / MIB, self.group.size, growth),
+            held / MIB,
+            holds / MIB,
+            self.group.size,
+            growth,
         )
 
-    def note_batches(self, num_tokens: list[int]) -> None:
+    def record_batches(self, num_tokens: list[int]) -> None:
         """Make hosts agree on plans for a while after ranks have brought different batches.
 
         One of the next static plans may be the first that is too large for the windows, on some

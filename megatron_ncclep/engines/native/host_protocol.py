@@ -150,7 +150,7 @@ class HostProtocol:
             most_tokens = max(largest, *agreement.gathered)
             # For exact plans hosts agree anyway, and what is declared does not grow.
             if self._is_static and not self._engine.declared_tokens:
-                self._shared.note_batches(agreement.gathered)
+                self._shared.record_batches(agreement.gathered)
             if not fits or most_tokens > largest:
                 self._shared.reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:

@@ -166,42 +166,36 @@ class NativeLowLatency(Resource):
         """See `LowLatencyCalls.combine`."""
         stream = self._streams.keep(y, rows_of)
 
-        out = self._allocated("combine", lambda: y.new_empty(self._num_tokens, self._sizes.hidden))
-        arguments: _Arguments = self._allocated(
-            "combine",
-            lambda: {
+        def allocate() -> _Arguments:
+            return {
                 "y": aligned(y).view(-1, self._sizes.hidden),
                 "rows_of": None if rows_of is None else rows_of.contiguous(),
-                "out": out,
-            },
-        )
-        num_ctas = self._num_ctas(self._tokens_of_combine(), y.element_size())
+                "out": y.new_empty(self._num_tokens, self._sizes.hidden),
+            }
+
+        arguments = self._allocated("combine", allocate)
+        return self._combine(arguments, self._tokens_of_combine(), stream, True, completes)
+
+    def complete_combine(self) -> torch.Tensor:
+        """See `LowLatencyCalls.complete_combine`."""
+        stream = self._streams.keep(*self._arguments.values())
+        return self._combine(self._arguments, self._num_tokens, stream, False, True)
+
+    def _combine(
+        self, arguments: _Arguments, num_tokens: int, stream: int, sends: bool, completes: bool
+    ) -> torch.Tensor:
+        """Queue a half of a combine, or both; the CTAs are as many as `num_tokens` need."""
+        out: torch.Tensor = arguments["out"]
         with self._shared.refusing("low-latency combine"):
             self._native.combine(
                 **arguments,
-                sends=True,
+                sends=sends,
                 completes=completes,
-                num_ctas=num_ctas,
+                num_ctas=self._num_ctas(num_tokens, out.element_size()),
                 stream=stream,
             )
         self._arguments = {} if completes else arguments
         self._is_dispatched = not completes
-        return out
-
-    def complete_combine(self) -> torch.Tensor:
-        """See `LowLatencyCalls.complete_combine`."""
-        out: torch.Tensor = self._arguments["out"]
-        num_ctas = self._num_ctas(self._num_tokens, out.element_size())
-        stream = self._streams.keep(*self._arguments.values())
-        with self._shared.refusing("low-latency combine"):
-            self._native.combine(
-                **self._arguments,
-                sends=False,
-                completes=True,
-                num_ctas=num_ctas,
-                stream=stream,
-            )
-        self._arguments, self._is_dispatched = {}, False
         return out
 
     def memory_problem(self, graphs_are_dropped: bool) -> str | None:

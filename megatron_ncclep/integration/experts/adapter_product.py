@@ -34,13 +34,13 @@ class LowRank(NamedTuple):
 
 
 def low_rank(
-    adapters: Sequence[Adapter], num_experts: int, last_expert_first: bool, dtype: torch.dtype
+    adapters: Sequence[Adapter], num_experts: int, reverse_local_experts: bool, dtype: torch.dtype
 ) -> LowRank | None:
     """Return a linear's adapter as contiguous factors, whose gradients go through autograd.
 
     Args:
         adapters: of the linear, one at least.
-        num_experts, last_expert_first: of the blocks.
+        num_experts, reverse_local_experts: of the blocks.
         dtype: of the rows.
 
     Returns:
@@ -49,7 +49,7 @@ def low_rank(
     adapter = adapters[0]
     if len(adapters) > 1 or adapter.dropout:
         return None
-    a, b = _factors(adapter, num_experts, last_expert_first)
+    a, b = _factors(adapter, num_experts, reverse_local_experts)
     return LowRank(a.contiguous(), b.contiguous(), adapter.scale) if a.dtype is dtype else None
 
 
@@ -58,7 +58,7 @@ def add_adapter(
     rows: Tensor,
     offsets: Tensor,
     adapter: Adapter,
-    last_expert_first: bool,
+    reverse_local_experts: bool,
     make_rows_again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Add an adapter's product to the result of a linear, in place.
@@ -71,14 +71,14 @@ def add_adapter(
         rows: [num_rows, in_features]; they are computed in the factors' dtype.
         offsets: ends of the blocks, int32 [num_experts].
         adapter: of this linear.
-        last_expert_first: the order of the blocks.
+        reverse_local_experts: the order of the blocks.
         make_rows_again: if given, called in backward instead of keeping `rows`, unless elements of
             these are dropped.
 
     Returns:
         result.
     """
-    a, b = _factors(adapter, len(offsets), last_expert_first)
+    a, b = _factors(adapter, len(offsets), reverse_local_experts)
     rows = rows.to(a.dtype)
     if adapter.dropout and not adapter.drops_last:
         rows, make_rows_again = F.dropout(rows, adapter.dropout), None
@@ -90,27 +90,29 @@ def add_adapter(
     return result.add_(product)
 
 
-def _factors(adapter: Adapter, num_experts: int, last_expert_first: bool) -> tuple[Tensor, Tensor]:
+def _factors(
+    adapter: Adapter, num_experts: int, reverse_local_experts: bool
+) -> tuple[Tensor, Tensor]:
     """The adapter's factors of all experts, as in `LowRank`."""
-    a, b = (_stack(factor, num_experts, last_expert_first) for factor in (adapter.a, adapter.b))
+    a, b = (_stack(factor, num_experts, reverse_local_experts) for factor in (adapter.a, adapter.b))
     # Rows of the small product begin at addresses that grouped GEMMs accept.
     lacking = -a.shape[1] % (ADDRESS_BYTES // a.element_size())
     return (F.pad(a, (0, 0, 0, lacking)), F.pad(b, (0, lacking))) if lacking else (a, b)
 
 
-def _stack(factor: Sequence[nn.Module], num_experts: int, last_expert_first: bool) -> Tensor:
+def _stack(factor: Sequence[nn.Module], num_experts: int, reverse_local_experts: bool) -> Tensor:
     """A factor of all experts in the blocks' order, [num_experts, ...]; autograd sees the weights.
 
     One that experts share is repeated without a copy, and autograd adds up its gradients.
     """
     weights: list[Tensor] = list(weights_in(factor))
     if len(weights) > 1:
-        return torch.stack(weights[::-1] if last_expert_first else weights)
+        return torch.stack(weights[::-1] if reverse_local_experts else weights)
     (weight,) = weights
     if weight.dim() == 2:
         return weight.expand(num_experts, *weight.shape)
     reverse: Callable[[Tensor], Tensor] = _Reverse.apply
-    return reverse(weight) if last_expert_first else weight
+    return reverse(weight) if reverse_local_experts else weight
 
 
 class _Reverse(torch.autograd.Function):

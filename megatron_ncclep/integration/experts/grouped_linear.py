@@ -48,7 +48,7 @@ def grouped_linear(
         [num_rows, out_features].
     """
     result: Tensor = _GroupedLinear.apply(
-        *(rows, offsets, target, make_rows_again, products), *weights
+        rows, offsets, target, make_rows_again, products, *weights
     )
     return result
 

@@ -48,7 +48,7 @@ def select_experts(
     is_asked_for = options.experts == "grouped"
     if not is_asked_for:
         choice = selection.choose(
-            *(config, options, layer.experts, layer.num_local_experts, num_slices), in_graph
+            config, options, layer.experts, layer.num_local_experts, num_slices, in_graph
         )
         options = dataclasses.replace(options, experts=choice.experts)
     else:

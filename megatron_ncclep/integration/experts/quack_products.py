@@ -214,7 +214,10 @@ class QuackProducts:
             scale: a factor in fp32.
             interleaved: the rows' columns are gate 0, up 0, gate 1, ...
         """
-        return self._by_factor(key, rows, factor, ends, interleaved, NARROW, scale)
+        low = rows.new_empty(len(rows), factor.shape[1])
+        concat = ("B",) if interleaved else ()
+        self._plain(key, (rows, factor, low, None), {"cu_seqlens_m": ends}, concat, NARROW, scale)
+        return low
 
     def wide(
         self, key: str, low: Tensor, factor: Tensor, ends: Tensor, interleaved: bool = False
@@ -223,7 +226,10 @@ class QuackProducts:
 
         If `interleaved`, the result's columns are gate 0, up 0, gate 1, ...
         """
-        return self._by_factor(key, low, factor, ends, interleaved)
+        result = low.new_empty(len(low), factor.shape[1])
+        concat = ("B",) if interleaved else ()
+        self._plain(key, (low, factor, result, None), {"cu_seqlens_m": ends}, concat)
+        return result
 
     with_low_rank = staticmethod(low_rank_kernels.with_low_rank)
     factor_gradients = staticmethod(low_rank_kernels.factor_gradients)
@@ -270,23 +276,6 @@ class QuackProducts:
             )
         return out
 
-    def _by_factor(
-        self,
-        key: str,
-        rows: Tensor,
-        factor: Tensor,
-        ends: Tensor,
-        interleaved: bool,
-        tile: Tile = PLAIN,
-        scale: float = 1.0,
-    ) -> Tensor:
-        """Rows times an adapter's factor, as `narrow` and `wide` say."""
-        result = rows.new_empty(len(rows), factor.shape[1])
-        concat = ("B",) if interleaved else ()
-        tensors = (rows, factor, result, None)
-        self._plain(key, tensors, {"cu_seqlens_m": ends}, concat, tile, scale)
-        return result
-
     def _plain(
         self,
         key: Any,
@@ -327,7 +316,7 @@ class QuackProducts:
         if plan is None:
             concat = () if epilogue is _swiglu_backward else ("B",)
             self._plans[key] = epilogue.gemm(
-                *(a, b, out, c), epi_args=values, cu_seqlens_m=ends, concat_layout=concat, **options
+                *tensors, epi_args=values, cu_seqlens_m=ends, concat_layout=concat, **options
             )
             return
         counter = options["tile_count_semaphore"]

@@ -27,7 +27,11 @@ from megatron_ncclep.ranks.uncopied import Uncopied
 
 # Options of EpConfig that apply while text is generated.
 OPTIONS = (
-    *("check_calls", "engine", "first_timeout_s", "inference_tokens", "num_sms"),
+    "check_calls",
+    "engine",
+    "first_timeout_s",
+    "inference_tokens",
+    "num_sms",
     "timeout_s",
 )
 # Tokens of a rank in low-latency mode, unless the option says otherwise.

@@ -14,8 +14,21 @@ import torch.distributed as dist
 
 # Nobody can change what is in these.
 _FIXED = (
-    *(type(None), bool, int, float, str, bytes, range, enum.Enum, type, types.FunctionType),
-    *(torch.dtype, torch.device, torch.layout, torch.Size, dist.ProcessGroup),
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    range,
+    enum.Enum,
+    type,
+    types.FunctionType,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.Size,
+    dist.ProcessGroup,
 )
 
 

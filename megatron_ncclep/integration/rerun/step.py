@@ -232,7 +232,11 @@ class Reruns(StepsOfModel):
                 "step run again, in exact mode and without CUDA graphs: a rank needed %d rows and "
                 "had %d (max_recv_rows=%s). That makes %d of %d steps; a larger max_recv_rows "
                 "makes them rarer",
-                *(needed, had, self._options.max_recv_rows, self.num_reruns, self.num_steps),
+                needed,
+                had,
+                self._options.max_recv_rows,
+                self.num_reruns,
+                self.num_steps,
             )
 
 

@@ -248,7 +248,9 @@ def whole_iterations(training: Collapsing, graphs: list[Graph]) -> Iterator[None
 
 
 @pytest.mark.supports(
-    *("--ncclep-on-overflow=rerun", "--ncclep-max-recv-rows=auto", "--ncclep-max-recv-gib"),
+    "--ncclep-on-overflow=rerun",
+    "--ncclep-max-recv-rows=auto",
+    "--ncclep-max-recv-gib",
     compared="losses, weights and all that steps leave behind with those of exact mode, to the bit",
 )
 @pytest.mark.parametrize(

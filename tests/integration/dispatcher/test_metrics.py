@@ -153,7 +153,7 @@ def test_an_even_load_and_no_load_at_all(single: EpGroup, monkeypatch: pytest.Mo
     (nothing,) = metrics.after_step()
     assert nothing == Interval(1, [[0]], [0], 1.0, 0, nothing.wait_s)
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "_is_there", lambda exchanged: False)
+        patch.setattr(metrics, "_has_arrived", lambda exchanged: False)
         assert metrics.after_step() == []
     metered.add_layer(single, 2)
     assert len(metrics.after_step()) == 2

@@ -69,7 +69,7 @@ def test_factors_within_a_larger_tensor() -> None:
     factor = _GroupedExpertAdapterWeight(random(3, RANK, 8, like=torch.empty(0).bfloat16()))
     vector = torch.cat([torch.zeros(1).bfloat16(), factor.weight.detach().flatten()])
     factor.weight.data = vector[1:].view_as(factor.weight)
-    stack = _stack([factor], 3, last_expert_first=True)
+    stack = _stack([factor], 3, reverse_local_experts=True)
     assert torch.equal(stack, factor.weight.flip(0))
     stack.backward(stack.detach())
     assert torch.equal(factor.weight.grad, factor.weight)

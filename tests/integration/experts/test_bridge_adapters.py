@@ -38,7 +38,9 @@ def around(kind: str, linear: nn.Module, name: str, config: Any) -> nn.Module:
     if kind == "ParallelLinearAdapter":
         more = {"is_expert": True}
     adapter = getattr(utils, kind)(
-        *(into, out, RANK),
+        into,
+        out,
+        RANK,
         base_linear_name=f"mlp.experts.{name}",
         activation="identity",
         row_init_method=NORMAL,

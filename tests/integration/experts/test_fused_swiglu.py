@@ -168,7 +168,7 @@ def test_frozen_weights_keep_no_rows() -> None:
         keep = lambda tensor, kept=kept: kept.append(tensor.data_ptr())  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
             fused_swiglu.swiglu_experts(
-                *(rows, torch.ones(16), offsets, [fc1], [fc2], products, GradientTarget())
+                rows, torch.ones(16), offsets, [fc1], [fc2], products, GradientTarget()
             )
         assert (rows.data_ptr() in kept) == trained
 

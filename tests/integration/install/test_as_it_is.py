@@ -124,7 +124,8 @@ def test_whatever_fails_megatrons_import_goes_on(
             except IntegrationError as error:
                 print("install:", error)
         """,
-        *(case, *places),
+        case,
+        *places,
         PYTHONPATH=empty_modules(tmp_path, *places),
         NCCLEP_GRADIENT_AVERAGING="a2sgd",  # so all places are to be changed
     )
@@ -153,7 +154,8 @@ def test_whatever_fails_vllms_import_goes_on(tmp_path: Path, order: str) -> None
         except IntegrationError as error:
             print("in use:", error)
         """,
-        *(order, *vllm_hooks.HOOKS.table),
+        order,
+        *vllm_hooks.HOOKS.table,
         PYTHONPATH=empty_modules(tmp_path, *vllm_hooks.HOOKS.table),
     )
     assert out.count("--all2all-backend ncclep is not available: ") == 1

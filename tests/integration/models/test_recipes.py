@@ -87,7 +87,12 @@ RECIPES = [
     recipe("qwen3-uneven", QWEN, FULL, stages(6, num_layers_in_last_pipeline_stage=4), pp=2),
     recipe("qwen3-long", QWEN, FULL, cp=2, ep=4),
     recipe(
-        "deepseek-v3", *(DEEPSEEK, mtp(1), selective("core_attn", "mlp"), stages(5, **UNEVEN)), pp=2
+        "deepseek-v3",
+        DEEPSEEK,
+        mtp(1),
+        selective("core_attn", "mlp"),
+        stages(5, **UNEVEN),
+        pp=2,
     ),
     recipe("deepseek-v3-overlap", DEEPSEEK, {"moe_shared_expert_overlap": True}, ep=4),
     recipe("kimi-k2", DEEPSEEK, selective("moe", "shared_experts"), stages(6, **COUNTED), pp=2),

@@ -16,7 +16,7 @@ using emu::one_of;
 namespace {
 
 // What the experts of all ranks make of a dispatch: they return the rows as they lie in the window,
-// one row for each place, or one for each assignment, which the kernel adds up.
+// one row for each received one, or one for each assignment, which the kernel adds up.
 enum class Experts { kNothing, kPlaces, kAssignments };
 
 struct Round {
@@ -75,7 +75,7 @@ struct Object {
     }
     return ll;
   }
-  int row_of(const Pair& pair) const { return pair.source * window.max_tokens + pair.place; }
+  int row_of(const Pair& pair) const { return pair.source * window.max_tokens + pair.index; }
   int num_tokens(int rank, int round) const { return rounds[round].routing.num_tokens[rank]; }
   // Tells rounds of two objects apart.
   int salt(int round) const { return 2 * round + number; }
@@ -233,13 +233,13 @@ class LowLatencySteps : public Sequence {
     if (step.completes) check_dispatch(rank, object, step.round);
   }
 
-  // What rank `rank` has at the places of its window after a dispatch.
+  // What rank `rank` has in the rows of its window after a dispatch.
   struct Headers {
     std::vector<std::int32_t> experts;
     std::vector<float> weights;
   };
   Headers headers_of(int rank, const Object& object, int number) const {
-    const std::size_t size = object.window.places() * object.window.top_k;
+    const std::size_t size = object.window.num_rows() * object.window.top_k;
     Headers headers{std::vector<std::int32_t>(size, -1), std::vector<float>(size, 0)};
     for (const Pair& pair : object.rounds[number].routing.pairs[rank]) {
       for (const Assignment& assignment : pair.assignments) {
@@ -285,7 +285,7 @@ class LowLatencySteps : public Sequence {
     for (int each = has_failed(rank) ? 0 : number; each <= number; ++each) {
       rounds.push_back(headers_of(rank, object, each));
     }
-    for (std::size_t i = 0; i < window.places() * top_k; ++i) {
+    for (std::size_t i = 0; i < window.num_rows() * top_k; ++i) {
       const std::uint32_t bits = kWeights.get(start + window.weights(), i);
       const bool is_right = std::any_of(rounds.begin(), rounds.end(), [&](const Headers& each) {
         return bits == kWeights.bits(each.weights[i]);
@@ -312,17 +312,17 @@ class LowLatencySteps : public Sequence {
     const bool has_rows_of = round.experts == Experts::kAssignments;
     const int hidden = window.sum_bytes / object.numbers.size(), top_k = window.top_k;
     OfRank& mine = object.ranks[rank];
-    std::size_t num_rows = has_rows_of ? 0 : window.places();
+    std::size_t num_rows = has_rows_of ? 0 : window.num_rows();
     for (const Pair& pair : pairs) num_rows += has_rows_of ? pair.assignments.size() : 0;
     mine.y.emplace(num_rows * window.sum_bytes, kGarbage);
-    mine.rows_of.emplace(4 * window.places() * top_k, kGarbage);
+    mine.rows_of.emplace(4 * window.num_rows() * top_k, kGarbage);
     std::size_t next = num_rows;
     for (const Pair& pair : pairs) {
-      const std::size_t place = object.row_of(pair);
-      auto* rows_of = mine.rows_of->data<std::int32_t>() + place * top_k;
+      const std::size_t row_index = object.row_of(pair);
+      auto* rows_of = mine.rows_of->data<std::int32_t>() + row_index * top_k;
       std::fill_n(rows_of, top_k, -1);
       for (int k = 0; k < object.num_returned(number, pair); ++k) {
-        const std::size_t row = has_rows_of ? --next : place;
+        const std::size_t row = has_rows_of ? --next : row_index;
         rows_of[k] = static_cast<int>(row);
         object.numbers.put(mine.y->data<char>() + row * window.sum_bytes, hidden,
                            [&](int i) { return object.returned(number, rank, pair, k, i); });

@@ -113,11 +113,11 @@ MISTAKES = {
     "rails: LL: who gives the words has not seen what other CTAs sent on": (
         "native/low_latency/rail_tokens.cuh", "if (mine != 0) fence_system();", "",
         "rails-ll", 4, "ll "),
-    "rails: LL: places are counted from the first token of a batch": (
+    "rails: LL: rows are counted from the first token of a batch": (
         "native/low_latency/rail_tokens.cuh",
-        "places.place(rank, token) - «places.place(rank, first[domain_of[token]])»", "0",
+        "rows.index(rank, token) - «rows.index(rank, first[domain_of[token]])»", "0",
         "rails-ll", 6, "."),
-    "rails: LL: places that had rows keep their experts": (
+    "rails: LL: indices that had rows keep their experts": (
         "native/low_latency/dispatch.cu", "window.max_tokens - «begin»;", "0",
         "rails-ll", 2, "ll dispatch: experts"),
     "rails: LL: rows are counted from the first rank's in each group of 32": (

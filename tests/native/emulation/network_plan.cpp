@@ -10,8 +10,8 @@ void name_node_tokens(const Sizes& sizes, Routing& routing) {
       std::vector<Pair*> pairs;
       for (int rank = 0; rank < sizes.ranks; ++rank) {
         for (Pair& pair : routing.pairs[rank]) {
-          const bool is_here = sizes.domain_of(rank) == domain && pair.source == source;
-          if (is_here && pair.num_rows() > 0) pairs.push_back(&pair);
+          const bool is_between = sizes.domain_of(rank) == domain && pair.source == source;
+          if (is_between && pair.num_rows() > 0) pairs.push_back(&pair);
         }
       }
       if (domain == sizes.domain_of(source)) continue;

@@ -46,7 +46,7 @@ struct Assignment {
 // A token of a source rank, and its assignments on another rank, by expert.
 struct Pair {
   int source, token;
-  int place;  // among the source's pairs on that rank
+  int index;  // among the source's pairs on that rank
   int name;   // how that rank knows the token: as node token in another domain
   std::vector<Assignment> assignments;
 

@@ -89,7 +89,7 @@ void Network::get_further() {
   std::deque<Put>& puts = puts_[pair];
   note_progress();
   run_as(fibers_[target], [&] {
-    if (puts.front().is_here) {
+    if (puts.front().has_arrived) {
       const int signal = puts.front().signal;
       puts.pop_front();
       if (puts.empty()) busy_.erase(drawn);
@@ -108,9 +108,9 @@ void Network::get_further() {
     }
     if (!put.is_read) load(put.bytes.data(), put.from, put.bytes.size(), put.seen, true);
     put.is_read = true;
-    if (put.is_here || draw(2) == 0) return;
+    if (put.has_arrived || draw(2) == 0) return;
     store_in_bulk(put.to, put.bytes);
-    put.is_here = true;
+    put.has_arrived = true;
     if (draw(2) == 0) give_some();
   });
 }

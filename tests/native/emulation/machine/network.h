@@ -54,7 +54,7 @@ class Network {
     const Known* seen;
     int signal;
     unsigned delay;  // turns in which nothing happens to it
-    bool is_read = false, is_here = false;
+    bool is_read = false, has_arrived = false;
   };
   struct Window {
     char* memory = nullptr;
