@@ -377,17 +377,25 @@ NOT_EVERYWHERE = (_OPTIMIZER_GRAPH_MODULE, _LOGGING_MODULE)
 
 def _require_no_model() -> None:
     """Raise when an MoELayer has our dispatcher, whose options `install` is about to change."""
+    if _dispatcher_of_a_layer() is None:
+        return
+    gc.collect()  # a model that nobody has any more may still lie in a cycle
+    if (name := _dispatcher_of_a_layer()) is not None:
+        raise IntegrationError(
+            "megatron_ncclep.install() was called after a model was built: the model's MoE layers "
+            f"already have their dispatcher ({name}). Call it before building the model"
+        )
+
+
+def _dispatcher_of_a_layer() -> str | None:
+    """The class of our dispatcher in some MoELayer of this process, if there is one."""
     layer_module: Any = imported(_LAYER_MODULE)
     if layer_module is None:
-        return
+        return None
     for layer in gc.get_objects():
-        # Without a dispatcher: a layer refused during construction and not yet garbage-collected.
-        if type(layer) is not layer_module.MoELayer or not hasattr(layer, "token_dispatcher"):
-            continue
-        dispatcher = type(layer.token_dispatcher)
-        if dispatcher.__module__ == _DISPATCHER_MODULE:
-            raise IntegrationError(
-                "megatron_ncclep.install() was called after a model was built: the model's MoE "
-                f"layers already have their dispatcher ({dispatcher.__name__}). Call it before "
-                "building the model"
-            )
+        if type(layer) is layer_module.MoELayer:
+            # None: a layer that was refused during construction, and is not collected yet.
+            dispatcher = type(getattr(layer, "token_dispatcher", None))
+            if dispatcher.__module__ == _DISPATCHER_MODULE:
+                return dispatcher.__name__
+    return None
