@@ -32,8 +32,9 @@ class Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Send each token's gradient to the slots of its experts."""
+        engine: Engine = ctx.engine
         with step_range("combine backward", grad_out):
-            return ctx.engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
+            return engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
 
 
 @torch.compiler.disable

@@ -44,12 +44,15 @@ class Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_row_w: torch.Tensor) -> tuple[Any, ...]:
         """Add up the gradients of each token's rows; return the weights' gradients."""
+        engine: Engine = ctx.engine
+        routes: Routes | None = ctx.routes
         with step_range("dispatch backward", grad_rows):
-            grad_x, grad_w = ctx.engine.combine(
+            grad_x, grad_w = engine.combine(
                 ctx.plan, grad_rows, grad_row_w.to(weight_dtype(grad_rows))
             )
-        if ctx.routes is not None:
-            grad_w = ctx.routes.probs_gradient(grad_w)
+        assert grad_w is not None  # there were weights
+        if routes is not None:
+            grad_w = routes.probs_gradient(grad_w)
         return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
 
 

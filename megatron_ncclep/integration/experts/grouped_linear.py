@@ -74,6 +74,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, offsets, *weights = ctx.saved_tensors
+        products: QuackProducts | None = ctx.products
         grad = grad.contiguous()
         rows_grad = None
         if ctx.needs_input_grad[0]:
@@ -82,11 +83,11 @@ class _GroupedLinear(torch.autograd.Function):
         is_trained = ctx.needs_input_grad[5:]
         if any(is_trained):
             rows = rows if ctx.make_rows_again is None else ctx.make_rows_again()
-            if ctx.products is None:
+            if products is None:
                 product = partial(grouped_gemm.weight_gradients, grad, rows, offsets)
             else:
                 ends = F.pad(offsets, (1, 0))
-                product = partial(ctx.products.weight_gradients, grad, rows, ends, False)
+                product = partial(products.weight_gradients, grad, rows, ends, False)
             weight_grads = store_weight_gradients(weights, is_trained, product, ctx.target)
         return (rows_grad, None, None, None, None, *weight_grads)
 
