@@ -60,6 +60,15 @@ class Canvas:
         ])  # fmt: skip
 
 
+WIDTH = 460  # a phone shows the figures at three quarters of their size, on which text is legible
+
+
+def foot(canvas: Canvas, x: float, y: float, measured: str) -> None:
+    """Write the machine and date, and below them the versions."""
+    for number, line in enumerate(measured.split("; ")):
+        canvas.text(x, y + 14 * number, line, 10.5, fill=MUTED)
+
+
 # The name of a measurement, its speedups over the baseline with each addition, the label.
 Bar = tuple[str, Sequence[float], str]
 
@@ -72,29 +81,28 @@ def gains(groups: Sequence[tuple[str, Sequence[Bar]]], parts: Sequence[str], mea
         parts: names of the baseline and of at most four additions, for the legend.
         measured: the machine and versions of the measurements, one line.
     """
-    left, unit = 176, 50  # a bar's start, and the baseline's length
+    left, unit = 16, 140  # a bar's start, and the baseline's length
     colours = (GREY, *BLUES)
     bars = sum(len(each) for _, each in groups)
-    canvas = Canvas(640, 84 + 30 * bars + 30 * len(groups) + 34, "What makes ncclep faster")
+    canvas = Canvas(WIDTH, 92 + 38 * bars + 30 * len(groups) + 38, "What makes ncclep faster")
     title = "Times as fast as Megatron-Core's fastest without CUDA graphs"
-    canvas.text(20, 30, title, 16, bold=True)
+    canvas.text(left, 28, title, 14.5, bold=True)
     for number, (part, colour) in enumerate(zip(parts, colours, strict=False)):
-        x, y = 20 + 300 * (number % 2), 46 + 20 * (number // 2)
+        x, y = left + 180 * (number % 2), 42 + 20 * (number // 2)
         canvas.rect(x, y, 12, 12, colour)
         canvas.text(x + 18, y + 11, part, 12.5)
     y = 90
     for heading, each in groups:
-        canvas.text(20, y + 14, heading, 13, bold=True)
+        canvas.text(left, y + 14, heading, 13, bold=True)
         y += 24
         for what, speeds, label in each:
-            canvas.text(left - 8, y + 15, what, 12.5, at="end")
+            canvas.text(left, y + 12, f"{what}: {label}", 12.5)
             for start, end, colour in zip((0.0, *speeds), speeds, colours, strict=False):
                 # Narrow parts are drawn without round corners, which would hide them.
-                canvas.rect(left + unit * start, y, unit * (end - start), 20, colour, r=0)
-            canvas.text(left + unit * speeds[-1] + 6, y + 15, label, 12.5)
-            y += 30
+                canvas.rect(left + unit * start, y + 17, unit * (end - start), 14, colour, r=0)
+            y += 38
         y += 6
-    canvas.text(20, y + 16, measured, 10.5, fill=MUTED)
+    foot(canvas, left, y + 14, measured)
     return canvas.svg()
 
 
@@ -108,24 +116,25 @@ def libraries(
             library refuses the shape.
         measured: the machine and versions of the measurements, one line.
     """
-    left, unit = 176, 140  # a bar's start, and the length of the links' time
+    margin, left, unit = 16, 140, 98  # a bar's start, and the length of the links' time
     bars = sum(len(each) for *_, each in groups)
-    canvas = Canvas(700, 84 + 26 * bars + 40 * len(groups) + 24, "ncclep beside other libraries")
-    canvas.text(20, 30, "Dispatch and combine, forward and backward, on 4 GPUs", 16, bold=True)
-    settings = "With the plan; libraries in their fastest setting. Lines: the time the links need"
-    canvas.text(20, 52, settings, 12.5)
-    y = 70
+    canvas = Canvas(WIDTH, 92 + 26 * bars + 40 * len(groups) + 34, "ncclep beside other libraries")
+    title = "Dispatch and combine, forward and backward, on 4 GPUs"
+    canvas.text(margin, 28, title, 14.5, bold=True)
+    canvas.text(margin, 49, "With the plan; libraries in their fastest setting.", 12.5)
+    canvas.text(margin, 66, "Lines: the time that the links need, 1x.", 12.5)
+    y = 80
     for shape, limit, each in groups:
-        canvas.text(20, y + 16, f"{shape}: the links need {limit:,.0f} us", 13, bold=True)
+        canvas.text(margin, y + 16, f"{shape}: the links need {limit:,.0f} us", 13, bold=True)
         y, top = y + 26, y + 24
         for number, (name, us) in enumerate(each):
             canvas.text(left - 8, y + 15, name, 12.5, at="end")
             length = 0.0 if us is None else unit * us / limit
             canvas.rect(left, y, length, 20, BLUES[-1] if number == 0 else GREY, r=0)
-            times = "" if us is None else f"{us:,.0f} us, {us / limit:.2f} times as long"
-            canvas.text(left + length + 6, y + 15, times or "refuses this shape", 12.5)
+            times = "" if us is None else f"{us:,.0f} us, {us / limit:.2f}x"
+            canvas.text(left + length + 6, y + 15, times or "refused", 12.5)
             y += 26
         canvas.line(left + unit, top, left + unit, y, INK)
         y += 14
-    canvas.text(20, y + 16, measured, 11.5, fill=MUTED)
+    foot(canvas, margin, y + 14, measured)
     return canvas.svg()

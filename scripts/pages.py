@@ -45,6 +45,7 @@ DENSE_TFLOPS = 989.4  # of an H100 SXM in bf16, by NVIDIA's data sheet; MFU is o
 
 HOME = "README.md"
 LINK = re.compile(r"(\]\()([^)#\s]+)([^)]*\))")
+CODE, DASHES = re.compile(r"<code>[^<\n]*</code>"), re.compile(r"(?<![\w-])--?\w+")
 
 
 def layer_tflops(result: dict[str, Any]) -> dict[str, float]:
@@ -68,7 +69,7 @@ def gains() -> str:
         ours = [of.get(f"{kind}:{name}", 0.0) for name in added]
         # What is not faster than the one before it has no part of the bar.
         speeds = [rate / of[base] for rate in itertools.accumulate([of[base], *ours], max)]
-        said = f"{ours[-1] / of[base]:.2f}x {theirs}: {of[base]:.0f} to {ours[-1]:.0f}"
+        said = f"{ours[-1] / of[base]:.2f}x {theirs}, {of[base]:.0f} to {ours[-1]:.0f}"
         share = (
             ""
             if peak is None
@@ -82,7 +83,7 @@ def gains() -> str:
         ("One MoE layer on 4 GPUs, forward and backward: TFLOP/s of a GPU",
          [bar(*layer) for layer in rates]),
     ]  # fmt: skip
-    parts = ["Megatron-Core's fastest, named at the bar", *(ADDED[name] for name in added)]
+    parts = ["Megatron-Core's fastest", *(ADDED[name] for name in added)]
     return figures.gains(groups, parts, measured_on(layers))
 
 
@@ -202,6 +203,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"{found[1]}{path}{found[3]}"
 
     return LINK.sub(on_site, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Keep the dashes of options on the lines of their names."""
+    whole = r'<span class="option">\g<0></span>'
+    return CODE.sub(lambda found: DASHES.sub(whole, found[0]), html)
 
 
 if __name__ == "__main__":

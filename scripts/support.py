@@ -74,7 +74,8 @@ REMARKS = {
     "cuda_graph_impl=transformer_engine": "static shapes and grouped experts",
     "cuda_graph_impl=local": "static shapes and grouped experts",
     "moe_shared_expert_overlap": "our kernels get their SMs first",
-    "overlap_moe_expert_parallel_comm": "gains little inside one node, see performance",
+    "overlap_moe_expert_parallel_comm": "gains [little inside one node]"
+    "(performance.md#overlap-of-micro-batches)",
     "gradient_accumulation_fusion": "keep it on",
     "moe_use_grouped_tensor": "over a stand-in for its GEMMs",
     "moe_expert_capacity_factor": "drops at the router, as with `alltoall`",
