@@ -25,13 +25,12 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_steps import PARTS, Step, chosen_steps, every_step
 
@@ -238,18 +237,17 @@ class Schedule:
 
     def run_all(self) -> None:
         """Run them; returns when the last one is over."""
-        threads = []
-        with self._changed:
+        begun = []
+        with ThreadPoolExecutor(len(self._waiting)) as workers, self._changed:
             while self._waiting:
                 if (found := self._next()) is None:
                     self._changed.wait()
                     continue
                 self._waiting.remove(found[:2])
                 self._running.append(found[1:])
-                threads.append(threading.Thread(target=self._run_one, args=found))
-                threads[-1].start()
-        for thread in threads:
-            thread.join()
+                begun.append(workers.submit(self._run_one, *found))
+        for each in begun:
+            each.result()  # raises what `run` has raised
 
     def _next(self) -> tuple[str, Step, str] | None:
         """The next step that can begin, and where."""

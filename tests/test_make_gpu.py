@@ -67,13 +67,20 @@ def test_when_steps_begin(gpus: list[str], cores: int) -> None:
             running.remove((step, where))
             ran.append(step)
 
-    failed: list[BaseException] = []
-    monkey = threading.excepthook
-    threading.excepthook = lambda args: failed.append(args.exc_value)  # type: ignore[arg-type]
-    try:
-        gpu.Schedule(steps, gpus, cores, run).run_all()
-    finally:
-        threading.excepthook = monkey
-    assert not failed
+    gpu.Schedule(steps, gpus, cores, run).run_all()
     assert sorted(step.name for step in ran) == sorted(step.name for _, step in steps)
     assert most[0] > 2 or cores == 1
+
+
+def test_a_step_that_raises_is_no_success() -> None:
+    """The others run, and then the command fails: its status was 0."""
+    steps, ran = gpu_steps.every_step()[:3], []
+
+    def run(part: str, step: gpu_steps.Step, where: str) -> None:
+        ran.append(step)
+        if step is steps[0][1]:
+            raise FileNotFoundError("planted")
+
+    with pytest.raises(FileNotFoundError, match="planted"):
+        gpu.Schedule(steps, ["0"], 1, run).run_all()
+    assert len(ran) == 3

@@ -137,12 +137,12 @@ def every_message_arrives(plugin: str) -> None:
             value = size + (1 << 40 if size == 13 else 0)
             requests.append(me.put(receiver, to, receiver * one + end - size, size, value))
 
-    def all_has_arrived() -> bool:
+    def all_have_arrived() -> bool:
         # Where so many bytes were signalled, at least so many are there.
         assert np.count_nonzero(into) >= me.signal() % (1 << 40) * 0.98 - 10
         return me.signal() == num_ranks * (one + (1 << 40))
 
-    me.until(all_has_arrived)
+    me.until(all_have_arrived)
     for sender in range(num_ranks):
         random = np.random.default_rng(sender * num_ranks + me.rank)
         assert (into[sender * one :][:one] == random.integers(0, 256, one, np.uint8)).all()
