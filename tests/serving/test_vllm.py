@@ -246,7 +246,8 @@ def test_the_option_takes_the_name(ctx: RankContext, release: str) -> None:
     from vllm.engine import arg_utils
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    (command,) = re.findall(r"^vllm serve MODEL (.*)", PAGE.read_text(), re.M)
+    page = PAGE.read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^vllm serve MODEL (.*)", page, re.M)
     parser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(command.split())
     assert (parsed.all2all_backend, parsed.enable_expert_parallel) == ("ncclep", True)
