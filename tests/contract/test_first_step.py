@@ -20,7 +20,8 @@ from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.errors import PeerError
 from megatron_ncclep.ranks.group import EpGroup
 
-# Hosts wait as long whatever the engine; what devices are given is in tests/native/test_windows.py.
+# Hosts wait as long whatever the engine; for what devices are given, see
+# tests/native/test_native_group.py.
 pytestmark = [pytest.mark.needs_ranks(2), pytest.mark.cpu_only]
 
 # Of an ordinary step, of the first one, and how late a rank is in it.

@@ -5,8 +5,9 @@ Methods, their arguments and attributes are those of `_C.pyi`: nothing else can 
 
 from __future__ import annotations
 
-import ast
 import functools
+import inspect
+import runpy
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -15,58 +16,54 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import ThreadGroup, on_threads
 
+from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import base
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native import low_latency as native_low_latency
+from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.libraries import extension
 
 STREAM = 7
+NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 8
 STUB = Path(__file__).parents[2] / "megatron_ncclep" / "_C.pyi"
 
 
 @functools.cache
-def interface() -> dict[str, dict[str, list[str] | None]]:
-    """What `_C.pyi` declares: class, or "" for the module -> name -> names of the arguments.
-
-    "*" stands before arguments that need their names.  An attribute has None instead; the module
-    has classes that can be made, with the arguments that make one.
-    """
-    found: dict[str, dict[str, list[str] | None]] = {"": {}}
-
-    def add(owner: str, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.AnnAssign):
-            found[owner][ast.unparse(statement.target)] = None
-        elif isinstance(statement, ast.ClassDef):
-            found[statement.name] = {}
-            for member in statement.body:
-                add(statement.name, member)
-        elif isinstance(statement, ast.FunctionDef):
-            given = statement.args
-            names = [a.arg for a in given.args if a.arg != "self"]
-            names += ["*"] * bool(given.kwonlyargs) + [a.arg for a in given.kwonlyargs]
-            if statement.name == "__init__":
-                found[""][owner] = names
-            else:
-                found[owner][statement.name] = None if statement.decorator_list else names
-
-    for statement in ast.parse(STUB.read_text()).body:
-        add("", statement)
-    return found
+def stub() -> dict[str, Any]:
+    """What `_C.pyi` declares, by name: classes, functions, and None for other attributes."""
+    found = runpy.run_path(str(STUB), run_name="stub")
+    own = {
+        name: thing for name, thing in found.items() if getattr(thing, "__module__", "") == "stub"
+    }
+    return own | dict.fromkeys(found["__annotations__"])
 
 
-def fake_of(bound_as: str, **values: Any) -> Any:
-    """A named tuple with the attributes of a class, which `values` has all."""
-    assert values.keys() == interface()[bound_as].keys()
-    return namedtuple(f"Fake{bound_as}", values, defaults=values.values())  # type: ignore[misc]
+def members(bound_as: str) -> dict[str, Any]:
+    """Those of a class, or of the module: ""."""
+    found = vars(stub()[bound_as]) if bound_as else stub()
+    return {name: thing for name, thing in found.items() if not name.startswith("_")}
 
 
-FakeFailure = fake_of(
-    "GroupFailure", reason="late", phase="dispatch", peer=1, operation=9, deadline_s=2.0,
-    own_call=0, peer_call=0,
-)  # fmt: skip
-FakePlanSizes = fake_of(
-    "PlanSizes", num_rows=5, num_pairs=2, num_assignments=3, first_bad_rank=-1, has_room=True
+def attributes(bound_as: str) -> list[str]:
+    """The members that are not called."""
+    return [name for name, member in members(bound_as).items() if not callable(member)]
+
+
+@functools.cache
+def arguments_of(bound_as: str, method: str) -> Any:
+    """A named tuple for the arguments of a method."""
+    parameters = inspect.signature(members(bound_as)[method]).parameters
+    defaults = [p.default for p in parameters.values() if p.default is not p.empty]
+    return namedtuple(method, [name for name in parameters if name != "self"], defaults=defaults)
+
+
+FakeFailure: Any = namedtuple(
+    "FakeFailure", attributes("GroupFailure"), defaults=("late", "dispatch", 1, 9, 2.0, 0, 0)
+)
+FakePlanSizes: Any = namedtuple(
+    "FakePlanSizes", attributes("PlanSizes"), defaults=(5, 2, 3, -1, True)
 )
 
 
@@ -74,7 +71,6 @@ class Fake:
     """A class of the extension, or the module; its attributes are 0 until a test sets them.
 
     Attributes:
-        methods: name -> names of the arguments.
         calls: name and arguments of each call, in order; arguments have their names.
         answers: method -> what it returns, an exception that it raises, or a function of its
             arguments; a method without an answer returns None.
@@ -84,17 +80,11 @@ class Fake:
     QUERIES = ("begin", "routes_size", "sums_size", "bad_ranks", "bad_low_latency", "failure")
 
     def __init__(self, bound_as: str, **answers: Any) -> None:
-        members = interface()[bound_as]
-        self.methods = {
-            name: [argument for argument in names if argument != "*"]
-            for name, names in members.items()
-            if names is not None
-        }
-        vars(self).update(dict.fromkeys(members.keys() - self.methods.keys(), 0))
+        self._bound_as, self._members = bound_as, members(bound_as)
+        vars(self).update(dict.fromkeys(attributes(bound_as), 0))
         self.calls: list[tuple[str, Any]] = []
         self.answers = answers
-        if unknown := answers.keys() - self.methods.keys():
-            raise ValueError(f"answers of {unknown}, which are no methods of '{bound_as}'")
+        assert answers.keys() <= self._members.keys()
 
     @property
     def names(self) -> list[str]:
@@ -106,12 +96,12 @@ class Fake:
         return [arguments for called, arguments in self.calls if called == name]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in vars(self).get("methods", ()):
+        if name not in vars(self).get("_members", ()):
             raise AttributeError(name)
         return functools.partial(self._call, name)
 
     def _call(self, method: str, /, *values: Any, **named: Any) -> Any:
-        arguments = namedtuple(method, self.methods[method])(*values, **named)  # type: ignore[misc]
+        arguments = arguments_of(self._bound_as, method)(*values, **named)
         if method not in self.QUERIES:
             self.calls.append((method, arguments))
         answer = self.answers.get(method)
@@ -182,8 +172,8 @@ class FakeExtension(Fake):
             "Nccl": lambda path: self.nccl,
             "GroupHandle": lambda *_: FakeGroup(),
             "LowLatencyHandle": lambda *_: Fake("LowLatencyHandle"),
+            "native_device_problem": "",
             # Not the extension's number, so that a test notices code that does not ask for it.
-            "native_device_problem": lambda: "",
             "native_min_sms": lambda num_ranks: 5 + num_ranks // 32,
         }
         super().__init__("", **{**own, **answers})
@@ -209,13 +199,17 @@ class FakeKeeper:
         self.kept += tensors
         return self.current
 
-    def lacks(self, *tensors: torch.Tensor) -> bool:
-        return not all(any(kept is tensor for kept in self.kept) for tensor in tensors)
+
+def gpus_with(num_sms: int) -> Callable[..., Any]:
+    """What stands in for `torch.cuda.get_device_properties`."""
+    return lambda device: SimpleNamespace(multi_processor_count=num_sms)
 
 
-def play(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the native engine find a `FakeExtension` and the stream `STREAM`, and need no GPU."""
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the native engine find a `FakeExtension` and the stream `STREAM`, and need no GPU."""
     module = FakeExtension()
+    low_latency = native_low_latency.NativeLowLatency
     for where, name, value in (
         (extension, "load", lambda: module),
         (extension, "StreamKeeper", FakeKeeper),
@@ -227,12 +221,36 @@ def play(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda group, _: SimpleNamespace(lsa_size=group.size, num_domains=1),
         ),
         (native_low_latency, "communicator_of", lambda *_: None),
+        (low_latency, "_view", lambda _, address, dtype, *shape: torch.zeros(shape).to(dtype)),
+        (NativeEngine, "_describe", lambda *_: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "synchronize", lambda device: None),
-        (
-            torch.cuda,
-            "get_device_properties",
-            lambda device: SimpleNamespace(multi_processor_count=132),
-        ),
+        (torch.cuda, "get_device_properties", gpus_with(132)),
     ):
         monkeypatch.setattr(where, name, value)
+
+
+def on_ranks(
+    function: Callable[[NativeEngine, FakeGroup, int], Any], num_ranks: int = 2, **options: Any
+) -> None:
+    """Call `function` with the engine, the stand-in and the number of each rank, on the CPU."""
+
+    def run(group: ThreadGroup) -> None:
+        group.device = torch.device("cpu")
+        engine = NativeEngine(group, NUM_EXPERTS, EpConfig(engine="native", **options))
+        function(engine, fake_of(engine), group.rank)
+
+    for result in on_threads(num_ranks, run):
+        if result is not None:
+            raise result
+
+
+def fake_of(engine: NativeEngine) -> FakeGroup:
+    """The stand-in that an engine calls."""
+    native: Any = engine._shared.native
+    return native
+
+
+def assignments(num_tokens: int) -> torch.Tensor:
+    """A routing of so many tokens, the same for all experts."""
+    return torch.arange(NUM_EXPERTS).repeat(num_tokens)[: num_tokens * TOP_K].view(-1, TOP_K)

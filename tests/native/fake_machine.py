@@ -1,4 +1,4 @@
-"""Stands in for a machine's GPUs, its NCCL and the extension, where ranks are threads."""
+"""Stands in for a machine's GPUs, its NCCL and libnccl_ep, where ranks are threads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from fakes import ThreadGroup, on_threads
 from megatron_ncclep import engines
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native import availability as native_availability
+from megatron_ncclep.engines.nccl_ep import availability as nccl_ep_availability
 from megatron_ncclep.errors import EngineUnavailableError, LibraryError, PeerError
 from megatron_ncclep.libraries import extension, search
+from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
+from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
 from megatron_ncclep.libraries.search import Library
 
 NUM_RANKS = 3
@@ -34,6 +37,10 @@ class Gpu:
     lacks: str = ""  # as the extension says
 
 
+def nccl(*version: int, path: str = "libnccl.so.2") -> Library:
+    return Library(Path(path), version, "")
+
+
 @dataclass
 class Machine:
     """What torch, NCCL and the extension say; made to differ by the tests.
@@ -41,8 +48,13 @@ class Machine:
     Attributes:
         gpus: of the ranks; every rank sees all of them.
         no_access: (from, to) pairs of GPUs without peer-to-peer access.
+        nodes: the number of ranks of each, where it is not the engine that finds out.
         lsa_size, network_problem: what NCCL says.
         probe: puts a word over that network; an error: it does not come.
+        nccl, loaded: the NCCL that is found, and another one that the process has loaded.
+        library: NVIDIA's libnccl_ep.
+        has_nvcc: whether there is a compiler for it.
+        architectures: of the extension.
         made: ranks that made a communicator.
         closed: what of the network was closed, by any rank.
         current: its `device` is a rank's current GPU.
@@ -50,9 +62,15 @@ class Machine:
 
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu(f"uuid-{r}") for r in range(NUM_RANKS)])
     no_access: set[tuple[int, int]] = field(default_factory=set)
+    nodes: list[int] | None = None
     lsa_size: int | LibraryError = NUM_RANKS
     network_problem: str = "no network"
     probe: PeerError | None = None
+    nccl: Library | None = field(default_factory=lambda: nccl(2, 28, 9))
+    loaded: Library | None = None
+    library: NcclEpLibrary | None = None
+    has_nvcc: bool = True
+    architectures: list[str] = field(default_factory=lambda: ["sm_90a", "sm_100"])
     made: list[int] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     current: Any = field(default_factory=threading.local)
@@ -66,6 +84,9 @@ class Machine:
             Rails=of("Rails", probe=self.probe),
             native_device_problem=lambda: self.gpus[self.current.device].lacks,
         )
+
+    def gpu(self, device: torch.device | int) -> Gpu:
+        return self.gpus[device if isinstance(device, int) else device.index]
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -82,54 +103,69 @@ class Machine:
             network_problem=lambda: self.network_problem,
         )
 
+    def choices(self, num_ranks: int, config: EpConfig, num_experts: int | None = None) -> Any:
+        """What `choose_engine` returns or raises, by rank."""
+
+        def choose(group: ThreadGroup) -> Any:
+            group._ranks_per_node = self.nodes or [num_ranks]
+            return engines.choose_engine(group, config, num_experts)
+
+        return on_threads(num_ranks, choose)
+
+    def choice(self, num_ranks: int, experts: int | None = None, **options: Any) -> tuple[str, str]:
+        """The engine that all ranks choose, and why."""
+        found = self.choices(num_ranks, EpConfig(**options), experts)
+        assert found == [found[0]] * num_ranks, found
+        name, reason = found[0]
+        return name, reason
+
+    def reasons(
+        self, num_ranks: int = NUM_RANKS, experts: int | None = None, engine: str = "native",
+        **options: Any,
+    ) -> str:  # fmt: skip
+        """Ask for an engine by name on every rank; returns the text that all of them raise."""
+        errors = self.choices(num_ranks, EpConfig(engine=engine, **options), experts)
+        assert [type(error) for error in errors] == [EngineUnavailableError] * num_ranks, errors
+        (text,) = {str(error) for error in errors}
+        start = f"engine '{engine}' cannot run here: "
+        assert text.startswith(start)
+        return text.removeprefix(start)
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """One on which the native engine can run; `auto` has every engine but `hierarchical`."""
     machine = Machine()
-    monkeypatch.setattr(ThreadGroup, "_ranks_per_gpu", None)
-
-    def index(device: torch.device | int) -> int:
-        return device if isinstance(device, int) else device.index
-
-    cuda = {
-        "get_device_properties": lambda device: machine.gpus[index(device)],
-        "get_device_capability": lambda device: machine.gpus[index(device)].capability,
-        "get_device_name": lambda device: machine.gpus[index(device)].name,
-        "device": machine.device,
-        "device_count": lambda: len(machine.gpus),
-        "can_device_access_peer": lambda device, other: (
-            (index(device), other) not in machine.no_access
+    for name in (nccl_ep_library.PULL_PUSH, nccl_ep_library.FIXED_ORDER):
+        monkeypatch.delenv(name, raising=False)
+    of_jit = {nccl_ep_library.SOURCES: Path("/x"), nccl_ep_library.NCCL_HEADERS: Path("/y")}
+    flat = {name: each for name, each in engines.ENGINES.items() if name != "hierarchical"}
+    for module, name, answer in (
+        (ThreadGroup, "_ranks_per_gpu", None),
+        (engines, "ENGINES", flat),
+        (torch.cuda, "get_device_properties", machine.gpu),
+        (torch.cuda, "get_device_capability", lambda device: machine.gpu(device).capability),
+        (torch.cuda, "get_device_name", lambda device: machine.gpu(device).name),
+        (torch.cuda, "device", machine.device),
+        (torch.cuda, "device_count", lambda: len(machine.gpus)),
+        (
+            torch.cuda,
+            "can_device_access_peer",
+            lambda device, other: (device.index, other) not in machine.no_access,
         ),
-    }
-    for name, answer in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(extension, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(extension, "architectures", lambda: ["sm_90a", "sm_100"])
-    monkeypatch.setattr(extension, "cuda_version", lambda: (13, 0))
-    monkeypatch.setattr(extension, "driver_version", lambda: (13, 0))
-    monkeypatch.setattr(extension, "load", machine.extension)
-    monkeypatch.setattr(search, "find_nccl", lambda: Library(Path("libnccl.so.2"), (2, 28, 9), ""))
-    monkeypatch.setattr(native_availability, "communicator_of", machine.communicator_of)
+        (extension, "unavailable_reason", lambda: None),
+        (extension, "architectures", lambda: machine.architectures),
+        (extension, "cuda_version", lambda: (13, 0)),
+        (extension, "driver_version", lambda: (13, 0)),
+        (extension, "load", machine.extension),
+        (search, "find_nccl", lambda: machine.nccl),
+        (search, "loaded_nccl", lambda: machine.loaded),
+        (search, "find_nvcc", lambda: Path("/opt/nvcc") if machine.has_nvcc else None),
+        (nccl_ep_library, "find_nccl_ep", lambda: machine.library),
+        (nccl_ep_library, "installed_nccl_eps", list),
+        (nccl_ep_library, "jit_folders", lambda library: of_jit),
+        (native_availability, "communicator_of", machine.communicator_of),
+        (nccl_ep_availability, "communicator_of", machine.communicator_of),
+    ):
+        monkeypatch.setattr(module, name, answer)
     return machine
-
-
-def choices(num_ranks: int, config: EpConfig, num_experts: int | None = None) -> list[Any]:
-    """What `choose_engine` returns or raises, by rank."""
-    return on_threads(num_ranks, lambda group: engines.choose_engine(group, config, num_experts))
-
-
-def choice(num_ranks: int, num_experts: int | None = None, **options: Any) -> tuple[str, str]:
-    """The engine that all ranks choose, and why."""
-    found = choices(num_ranks, EpConfig(**options), num_experts)
-    assert found == [found[0]] * num_ranks, found
-    name, reason = found[0]
-    return name, reason
-
-
-def reasons(num_ranks: int = NUM_RANKS, num_experts: int | None = None, **options: Any) -> str:
-    """Ask for the engine by name on every rank; return the text that all of them raise."""
-    errors = choices(num_ranks, EpConfig(engine="native", **options), num_experts)
-    assert [type(error) for error in errors] == [EngineUnavailableError] * num_ranks, errors
-    texts = {str(error).removeprefix("engine 'native' cannot run here: ") for error in errors}
-    assert len(texts) == 1
-    return texts.pop()

@@ -9,7 +9,6 @@ import ctypes
 import itertools
 import struct
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,12 +18,12 @@ from fakes import Recorder, compile_fake
 from megatron_ncclep.errors import LibraryError, PeerError
 from megatron_ncclep.libraries import extension
 
-UNIQUE_ID = bytes([7]) * 128
-
-
 if extension.unavailable_reason() is not None:
     # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
     pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
+
+native: Any = extension.load()
+UNIQUE_ID = bytes([7]) * 128
 
 
 @pytest.fixture(scope="session")
@@ -38,136 +37,96 @@ def recorder(fake: Path) -> Recorder:
     return Recorder(fake)
 
 
-@pytest.fixture
-def native() -> ModuleType:
-    return extension.load()
+def connect(fake: Path, num_ranks: int = 2, rank: int = 1, timeout_s: float = 60.0) -> Any:
+    return native.Communicator(native.Nccl(str(fake)), UNIQUE_ID, num_ranks, rank, -1, timeout_s)
 
 
-def connect(
-    native: ModuleType, fake: Path, num_ranks: int, rank: int, unique_id: bytes = UNIQUE_ID
-) -> Any:
-    nccl = native.Nccl(str(fake))
-    return native.Communicator(nccl, unique_id, num_ranks, rank, device=-1, timeout_s=60.0)
-
-
-@pytest.fixture
-def communicator(native: ModuleType, fake: Path, recorder: Recorder) -> Any:
-    return connect(native, fake, 2, 1)
-
-
-@pytest.fixture
-def group(native: ModuleType, fake: Path, communicator: Any) -> Any:
-    return native.NcclEpGroup(
+def group_and_handle(fake: Path, communicator: Any) -> tuple[Any, Any]:
+    """Of NVIDIA's library."""
+    group = native.NcclEpGroup(
         native.NcclEp(str(fake)), communicator, num_experts=16, max_tokens=128, max_recv_rows=0,
         row_bytes=256, top_k=4, num_sms=24, timeout_s=1.5,
     )  # fmt: skip
-
-
-@pytest.fixture
-def handle(native: ModuleType, group: Any) -> Any:
     memory = torch.empty(group.handle_bytes(16, 4), dtype=torch.uint8)
-    return native.NcclEpHandle(group, 16, 4, memory)
+    return group, native.NcclEpHandle(group, 16, 4, memory)
 
 
-def test_communicator(native: ModuleType, fake: Path, recorder: Recorder) -> None:
+def combine(handle: Any) -> None:
+    handle.combine(torch.zeros(1, 8), None, torch.zeros(1, 8), None, 0)
+
+
+def test_what_is_made_and_the_order_of_closing(fake: Path, recorder: Recorder) -> None:
     nccl = native.Nccl(str(fake))
     assert (nccl.version, nccl.unique_id(), nccl.path) == (23007, UNIQUE_ID, str(fake))
-    communicator = connect(native, fake, 2, 1)
+    communicator = connect(fake)
     assert (communicator.num_ranks, communicator.rank) == (2, 1)
     assert (communicator.lsa_size, communicator.num_domains) == (2, 1)
-    communicator.close()
-    communicator.close()
-    assert recorder.lines() == ["CommInitRank ranks=2 rank=1 id=7..7", "CommDestroy 1"]
-
-
-def test_a_communicator_is_made_in_time_or_not_at_all(native: ModuleType, fake: Path) -> None:
-    """NCCL itself waits for the other ranks without a deadline."""
-    nccl, library = native.Nccl(str(fake)), ctypes.CDLL(str(fake))
-    library.fake_wait_for_ranks(300)
-    with pytest.raises(PeerError, match=r"no communicator over the 2 ranks .* within 0\.05 s"):
-        native.Communicator(nccl, UNIQUE_ID, 2, 1, device=-1, timeout_s=0.05)
-    library.fake_wait_for_ranks(0)
-    with pytest.raises(LibraryError, match="a deadline of -1 s"):
-        native.Communicator(nccl, UNIQUE_ID, 2, 1, device=-1, timeout_s=-1)
-
-
-def test_order_of_closing(recorder: Recorder, communicator: Any, group: Any, handle: Any) -> None:
-    recorder.lines()
-    handle.close()
-    group.close()
-    group.close()
-    communicator.close()
+    assert recorder.lines() == ["CommInitRank ranks=2 rank=1 id=7..7"]
+    group, handle = group_and_handle(fake, communicator)
+    recorder.fail_next(3)
+    with pytest.raises(LibraryError, match=r"ncclEpCombine failed: internal error; the last word"):
+        combine(handle)
+    for made in (handle, group, group, communicator, communicator):
+        made.close()
     assert recorder.lines() == ["HandleDestroy 1", "GroupDestroy 1", "CommDestroy 1"]
     with pytest.raises(LibraryError, match="the NCCL EP handle was closed"):
-        handle.combine(torch.zeros(1, 8), None, torch.zeros(1, 8), None, 0)
+        combine(handle)
     with pytest.raises(LibraryError, match="the NCCL EP group was closed"):
         group.handle_bytes(1, 1)
 
 
 def test_what_is_dropped_frees_itself_only_where_that_is_local(
-    native: ModuleType, fake: Path, recorder: Recorder
+    fake: Path, recorder: Recorder
 ) -> None:
     """A forgotten handle is freed; a group and a communicator are not: that would be collective."""
-    communicator = connect(native, fake, 2, 0)
-    group = native.NcclEpGroup(
-        native.NcclEp(str(fake)), communicator, num_experts=4, max_tokens=1, max_recv_rows=8,
-        row_bytes=16, top_k=1, num_sms=0, timeout_s=1,
-    )  # fmt: skip
-    handle = native.NcclEpHandle(group, 1, 1, torch.empty(4096, dtype=torch.uint8))
+    communicator = connect(fake)
+    group, handle = group_and_handle(fake, communicator)
     recorder.lines()
     del handle, group, communicator
     assert recorder.lines() == ["HandleDestroy 1"]
 
 
-def test_a_failed_call_says_which_and_why(recorder: Recorder, handle: Any) -> None:
-    recorder.fail_next(3)
-    with pytest.raises(LibraryError, match=r"ncclEpCombine failed: internal error; the last word"):
-        handle.combine(torch.zeros(1, 8), None, torch.zeros(1, 8), None, 0)
+def test_a_communicator_is_made_in_time_or_not_at_all(fake: Path) -> None:
+    """NCCL itself waits for the other ranks without a deadline."""
+    library = ctypes.CDLL(str(fake))
+    library.fake_wait_for_ranks(300)
+    with pytest.raises(PeerError, match=r"no communicator over the 2 ranks .* within 0\.05 s"):
+        connect(fake, timeout_s=0.05)
+    library.fake_wait_for_ranks(0)
+    with pytest.raises(LibraryError, match="a deadline of -1 s"):
+        connect(fake, timeout_s=-1)
 
 
-def test_another_version_of_the_library_is_refused(native: ModuleType, tmp_path: Path) -> None:
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
     newer = compile_fake(tmp_path / "libnewer.so", ep_version=300)
-    with pytest.raises(LibraryError, match=r"libnewer\.so is version 0\.3\.0: .* 0\.2 only"):
-        native.NcclEp(str(newer))
+    for make, path, message in (
+        (native.NcclEp, str(newer), r"libnewer\.so is version 0\.3\.0: .* 0\.2 only"),
+        (native.Nccl, "libnothing.so.9", "cannot open libnothing.so.9"),
+        (native.NcclEp, "libc.so.6", "libc.so.6 has no ncclEpGetVersion"),
+        (native.Nccl, "libc.so.6", "libc.so.6 has no ncclGetVersion"),
+    ):
+        with pytest.raises(LibraryError, match=message):
+            make(path)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda native: native.Nccl("libnothing.so.9"), "cannot open libnothing.so.9"),
-        (lambda native: native.NcclEp("libc.so.6"), "libc.so.6 has no ncclEpGetVersion"),
-        (lambda native: native.Nccl("libc.so.6"), "libc.so.6 has no ncclGetVersion"),
-    ],
-)
-def test_what_cannot_be_opened(native: ModuleType, make: Any, message: str) -> None:
-    with pytest.raises(LibraryError, match=message):
-        make(native)
-
-
-def test_what_is_no_object_or_no_size_is_refused(native: ModuleType, communicator: Any) -> None:
+def test_what_is_no_object_or_no_size_is_refused(fake: Path) -> None:
     """None for a communicator was a null pointer, and a size beyond 64 bits was -1."""
     never_made = native.Communicator.__new__(native.Communicator)
     for wrong in (None, object(), 7, never_made):
-        with pytest.raises(RuntimeError if wrong is never_made else TypeError):
+        kind = RuntimeError if wrong is never_made else TypeError
+        with pytest.raises(kind):
             native.Window(wrong, 4096)
-        with pytest.raises(RuntimeError if wrong is never_made else TypeError):
+        with pytest.raises(kind):
             native.GroupHandle(wrong, 16, 1.0)
+    communicator = connect(fake)
     for num_bytes in (2**64, -1, 1.5, None):
         with pytest.raises((TypeError, OverflowError)):
             native.Window(communicator, num_bytes)
 
 
-def test_a_window_needs_the_whole_group(native: ModuleType, fake: Path) -> None:
-    """The fake's NVLink domain has two ranks."""
-    communicator = connect(native, fake, 4, 0)
-    with pytest.raises(LibraryError, match="only 2 of 4 ranks are in one NVLink domain"):
-        native.Window(communicator, 4096)
-
-
-def test_a_window_that_nccl_does_not_make(
-    native: ModuleType, communicator: Any, recorder: Recorder
-) -> None:
+def test_a_window_that_nccl_does_not_make(fake: Path, recorder: Recorder) -> None:
     """NCCL says success, and its memory is given back."""
+    communicator = connect(fake)
     recorder.lines()
     with pytest.raises(LibraryError, match=r"NCCL made no window: .*peer-to-peer.*CUMEM"):
         native.Window(communicator, 5000)
@@ -176,40 +135,37 @@ def test_a_window_that_nccl_does_not_make(
     with pytest.raises(LibraryError, match=r"ncclMemAlloc of \d+ bytes failed: internal error"):
         native.Window(communicator, 5000)
     assert recorder.lines() == ["MemAlloc 8192"]
+    # The fake's NVLink domain has two ranks.
+    with pytest.raises(LibraryError, match="only 2 of 4 ranks are in one NVLink domain"):
+        native.Window(connect(fake, 4, 0), 4096)
 
 
-def window_head(base: int = 0x7F00_0000_1000, rank: int = 1, world_rank: int = 1, stride: int = 2):
+BASE = 0x7F00_0000_1000
+
+
+def window_head(base: int = BASE, rank: int = 1, world_rank: int = 1, stride: int = 2) -> bytes:
     return struct.pack("<QQiiI4x", 0xDEAD, base, rank, world_rank, stride)
 
 
-def test_addresses_of_peers(native: ModuleType) -> None:
-    base = 0x7F00_0000_1000
-    expected = [base, base + 2 * 2**32, base + 4 * 2**32]
+def test_addresses_of_peers() -> None:
+    expected = [BASE, BASE + 2 * 2**32, BASE + 4 * 2**32]
     assert native.window_peers(window_head(), rank=1, num_ranks=3) == expected
     alone = window_head(rank=0, world_rank=0, stride=0)
-    assert native.window_peers(alone, rank=0, num_ranks=1) == [base]
-
-
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
+    assert native.window_peers(alone, rank=0, num_ranks=1) == [BASE]
+    for head, message in (
         (window_head(world_rank=2), "names rank 2, place 1 of its domain, for rank 1"),
         (window_head(rank=0), "names rank 1, place 0 of its domain, for rank 1"),
         (window_head(base=0), "has no address"),
         (window_head(stride=0), "all ranks at one address"),
-        (window_head(base=0x7F00_0000_1008), "starts at 0x7f0000001008, not a multiple of 16"),
+        (window_head(base=BASE + 8), "starts at 0x7f0000001008, not a multiple of 16"),
         (window_head()[:16], "32 bytes, not 16"),
-    ],
-)
-def test_a_window_that_looks_otherwise(native: ModuleType, head: bytes, message: str) -> None:
-    with pytest.raises(LibraryError, match=message):
-        native.window_peers(head, rank=1, num_ranks=3)
+    ):
+        with pytest.raises(LibraryError, match=message):
+            native.window_peers(head, rank=1, num_ranks=3)
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 33))
-def test_every_kind_of_work_has_ctas_and_every_rank_warps(
-    native: ModuleType, num_ranks: int
-) -> None:
+def test_every_kind_of_work_has_ctas_and_every_rank_warps(num_ranks: int) -> None:
     """Rows of 14336 bytes used to fail at their first combine, with 32 SMs from 29 ranks on and
     with 3 SMs from 5 ranks on, though the engine had been made: some rank had no warp that sent to
     it.  No test had more than 4 ranks.
@@ -232,14 +188,11 @@ def test_every_kind_of_work_has_ctas_and_every_rank_warps(
         native.split_combine(fewest - 1, num_ranks, 8, 64)
 
 
-def test_rows_are_staged_in_more_phases_the_more_there_are(native: ModuleType) -> None:
-    phases = [native.num_phases_of(tokens, 14336) for tokens in (0, 1, 128, 4096, 65536)]
-    assert phases == [1, 1, 2, 6, 9]
-
-
-def test_the_examples_of_the_split(native: ModuleType) -> None:
-    """Those in csrc/native/rows/cta_roles.h."""
+def test_the_examples_of_the_split() -> None:
+    """Those in csrc/native/rows/cta_roles.h; and rows are staged in more phases the more come."""
     assert native.split_dispatch(32) == (11, 21)
     assert native.split_combine(32, 2, 8, 14336) == (18, 0, 14)
     assert native.split_combine(32, 4, 8, 14336) == (13, 0, 19)
     assert native.split_combine(32, 8, 8, 14336) == (10, 9, 13)
+    phases = [native.num_phases_of(tokens, 14336) for tokens in (0, 1, 128, 4096, 65536)]
+    assert phases == [1, 1, 2, 6, 9]

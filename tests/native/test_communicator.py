@@ -1,14 +1,14 @@
 """What keeps NCCL from making a communicator on one rank is what all ranks say, and say in time.
 
-Ranks are threads; NCCL and the extension are a `Rank`, which each test breaks on one rank.
+Ranks are threads, in which a test lets a step fail.
 """
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,33 +27,35 @@ DEADLINE_S = 30.0
 UNIQUE_ID = bytes(range(128))
 
 
-class Rank(FakeExtension):
-    """A rank's extension, and the answers whether it loads and where NCCL is."""
-
-    def __init__(self) -> None:
-        super().__init__(Communicator=self._make)
-        self.communicators: list[Fake] = []
-        self.methods |= {"load": [], "find_nccl": []}
-        self.answers |= {"load": self, "find_nccl": Library(Path("libnccl.so.2"), None, "")}
-        self.nccl.answers["unique_id"] = UNIQUE_ID
-
-    def _make(self, *_: Any) -> Fake:
-        self.communicators.append(Fake("Communicator"))
-        return self.communicators[-1]
-
-
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
-    """A rank finds its own by the device that is current in its thread."""
-    fakes, here = [Rank() for _ in range(NUM_RANKS)], threading.local()
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`fails`: (rank, step) -> what that step raises, or returns instead; `made`: arguments and
+    communicator of each one that was made.
+    """
+    ranks, here = SimpleNamespace(fails={}, made=[]), threading.local()
 
-    def set_device(device: torch.device) -> None:
-        here.fake = fakes[device.index]
+    def do(step: str, right: Any) -> Any:
+        answer = ranks.fails.get((here.rank, step), right)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer() if callable(answer) else answer
 
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(extension, "load", lambda: here.fake.load())
-    monkeypatch.setattr(communicator, "find_nccl", lambda: here.fake.find_nccl())
-    return fakes
+    def make(*arguments: Any) -> Any:
+        ranks.made.append((arguments[1:], Fake("Communicator")))
+        return ranks.made[-1][1]
+
+    def load() -> FakeExtension:
+        nccl = Fake("Nccl", unique_id=lambda: do("unique_id", UNIQUE_ID))
+        return FakeExtension(
+            Nccl=lambda path: do("Nccl", nccl),
+            Communicator=lambda *arguments: do("Communicator", lambda: make(*arguments)),
+        )
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(here, "rank", gpu.index))
+    monkeypatch.setattr(extension, "load", lambda: do("load", load))
+    found = Library(Path("libnccl.so.2"), None, "")
+    monkeypatch.setattr(communicator, "find_nccl", lambda: do("find_nccl", found))
+    return ranks
 
 
 def create() -> list[Any]:
@@ -64,64 +66,47 @@ def create() -> list[Any]:
     return on_threads(NUM_RANKS, create_on)
 
 
-def test_all_ranks_get_rank_0s_unique_id(fakes: list[Rank]) -> None:
-    assert create() == [fake.communicators[0] for fake in fakes]
-    calls = [call for fake in fakes for call in fake.named("Communicator")]
-    assert [call[1:] for call in calls] == [
-        (UNIQUE_ID, NUM_RANKS, rank, rank, DEADLINE_S) for rank in range(NUM_RANKS)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("step", "rank", "failure", "kind", "text"),
-    [
-        ("unique_id", 0, LibraryError("no network"), LibraryError, "NCCL: rank 0: no network"),
-        ("Nccl", 2, LibraryError("no x.so"), LibraryError, "opening NCCL: rank 2: no x.so"),
-        ("load", 1, ImportError("no _C"), LibraryError, "opening NCCL: rank 1: ImportError: no _C"),
-        ("find_nccl", 1, EpError("odd"), LibraryError, "opening NCCL: rank 1: odd"),
-        ("find_nccl", 1, None, EngineUnavailableError, "rank 1: no libnccl.so.2 found: install"),
-        ("Communicator", 2, LibraryError("why"), LibraryError, "communicator: rank 2: why"),
-    ],
-)
-def test_a_failure_of_one_rank_is_told_by_all(
-    step: str, rank: int, failure: Any, kind: type, text: str, fakes: list[Rank]
-) -> None:
-    """Rank 0 had no network interface for NCCL, and all ranks said that they were in different
-    calls: its reason was raised between two exchanges.
-    """
-    broken = fakes[rank].nccl if step == "unique_id" else fakes[rank]
-    with mock.patch.dict(broken.answers, {step: failure}):
-        errors = create()
-    assert [type(error) for error in errors] == [kind] * NUM_RANKS, errors
-    assert len({str(error) for error in errors}) == 1
-    assert text in str(errors[0])
-    # No rank keeps a communicator that others lack, and all can try again.
-    assert all(made.names == ["abort"] for fake in fakes for made in fake.communicators)
-    assert create() == [fake.communicators[-1] for fake in fakes]
+def test_all_ranks_get_rank_0s_unique_id(ranks: Any) -> None:
+    created = create()
+    expected = [(UNIQUE_ID, NUM_RANKS, rank, rank, DEADLINE_S) for rank in range(NUM_RANKS)]
+    assert sorted(arguments for arguments, _ in ranks.made) == expected
+    assert all(created[arguments[2]] is made for arguments, made in ranks.made)
 
 
 LATE = PeerError("no communicator over the 3 ranks")
 
 
 @pytest.mark.parametrize(
-    ("failures", "kind", "text"),
+    ("fails", "kind", "text"),
     [
-        ({2: LATE}, PeerError, "rank 2: no communicator over the 3 ranks"),
+        # Rank 0 had no network interface for NCCL, and all ranks said that they were in different
+        # calls: its reason was raised between two exchanges.
+        ({(0, "unique_id"): LibraryError("no net")}, LibraryError, "NCCL: rank 0: no net"),
+        ({(2, "Nccl"): LibraryError("no x.so")}, LibraryError, "opening NCCL: rank 2: no x.so"),
+        ({(1, "load"): ImportError("no _C")}, LibraryError, "NCCL: rank 1: ImportError: no _C"),
+        ({(1, "find_nccl"): EpError("odd")}, LibraryError, "opening NCCL: rank 1: odd"),
+        ({(1, "find_nccl"): None}, EngineUnavailableError, "1: no libnccl.so.2 found: install"),
+        ({(2, "Communicator"): LibraryError("why")}, LibraryError, "communicator: rank 2: why"),
+        # Those who wait in vain hear why, if there is a reason.
+        ({(2, "Communicator"): LATE}, PeerError, f"rank 2: {LATE}"),
         # Rank 1 fails at once, and NCCL would have rank 0 wait for it for ever.
         (
-            {0: LATE, 1: LibraryError("ncclCommInitRank failed: why")},
+            {(0, "Communicator"): LATE, (1, "Communicator"): LibraryError("why")},
             LibraryError,
-            "rank 0: no communicator over the 3 ranks; rank 1: ncclCommInitRank failed: why",
+            f"rank 0: {LATE}; rank 1: why",
         ),
     ],
-    ids=["no reason", "another rank has failed"],
+    ids=str,
 )
-def test_a_rank_that_waits_in_vain_hears_why(
-    failures: dict[int, Exception], kind: type, text: str, fakes: list[Rank]
+def test_a_failure_of_one_rank_is_told_by_all(
+    fails: dict[tuple[int, str], Any], kind: type, text: str, ranks: Any
 ) -> None:
-    for rank, failure in failures.items():
-        fakes[rank].answers["Communicator"] = failure
+    ranks.fails = fails
     errors = create()
     assert [type(error) for error in errors] == [kind] * NUM_RANKS, errors
-    assert all(text in str(error) for error in errors)
-    assert all(made.names == ["abort"] for fake in fakes for made in fake.communicators)
+    assert len({str(error) for error in errors}) == 1
+    assert text in str(errors[0])
+    # No rank keeps a communicator that others lack, and all can try again.
+    assert all(made.names == ["abort"] for _, made in ranks.made)
+    ranks.fails = {}
+    assert all(isinstance(each, Fake) for each in create())

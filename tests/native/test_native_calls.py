@@ -7,13 +7,20 @@ plans fit, few waits fail, and torch's own allocations start at multiples of 512
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_extension import STREAM, FakeGroup, FakePlanSizes, play
-from fakes import ThreadGroup, on_threads
+from fake_extension import (
+    HIDDEN,
+    NUM_EXPERTS,
+    STREAM,
+    TOP_K,
+    FakeGroup,
+    FakePlanSizes,
+    assignments,
+    on_ranks,
+)
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency import create_low_latency
@@ -29,61 +36,22 @@ from megatron_ncclep.errors import (
 )
 from megatron_ncclep.libraries import extension
 
-NUM_RANKS, NUM_EXPERTS, TOP_K, HIDDEN = 2, 4, 2, 8
+NUM_RANKS = 2
 # More than the engine has room for before it knows what comes.
 MANY = 10**4
-# What a stand-in for torch's allocator takes for more than there is.
-NO_MEMORY = 2**40
+MODES = pytest.mark.parametrize("options", [{}, {"max_recv_rows": 64}], ids=["exact", "static"])
+
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
-def with_memory_for(num_allocations: int) -> Callable[..., int]:
-    """`routes_size` on a GPU that has memory for so many."""
-    left = iter(range(num_allocations))
-
-    def routes_size(max_pairs: int, max_assignments: int, most_tokens: int) -> int:
-        return NO_MEMORY if next(left, None) is None else max_pairs + max_assignments
-
-    return routes_size
-
-
-def allocator(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.empty` or `Tensor.new_empty` on a GPU that has no room for NO_MEMORY."""
-
-    def allocated(*arguments: Any, **options: Any) -> torch.Tensor:
-        if any(isinstance(size, int) and size == NO_MEMORY for size in arguments):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 TiB")
-        return allocate(*arguments, **options)
-
-    return allocated
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", allocator(torch.empty))
-    monkeypatch.setattr(torch.Tensor, "new_empty", allocator(torch.Tensor.new_empty))
-    play(monkeypatch)
-    monkeypatch.setattr(NativeEngine, "_describe", lambda *_: None)
-
-
-def on_ranks(
-    function: Callable[[NativeEngine, FakeGroup, int], Any],
-    num_ranks: int = NUM_RANKS,
-    **options: Any,
-) -> None:
-    """Call `function` with the engine, the stand-in and the number of each rank, on the CPU."""
-
-    def run(group: ThreadGroup) -> None:
-        group.device = torch.device("cpu")
-        engine = NativeEngine(group, NUM_EXPERTS, EpConfig(engine="native", **options))
-        function(engine, engine._shared.native, group.rank)
-
-    for result in on_threads(num_ranks, run):
-        if result is not None:
-            raise result
-
-
-def assignments(num_tokens: int) -> torch.Tensor:
-    return torch.arange(NUM_EXPERTS).repeat(num_tokens)[: num_tokens * TOP_K].view(-1, TOP_K)
+def use_all(engine: NativeEngine, num_tokens: int) -> list[str]:
+    """Make a plan, a dispatch and a combine; returns where the hosts have met."""
+    group: Any = engine.group
+    group.exchanged.clear()
+    plan = engine.plan(assignments(num_tokens))
+    engine.dispatch(plan, torch.zeros(num_tokens, HIDDEN))
+    engine.combine(plan, torch.zeros(plan.num_rows, HIDDEN))
+    return [what.split(",")[0] for what in group.exchanged]
 
 
 def test_wide_domains_have_more_token_routes_and_no_low_latency_mode(
@@ -105,7 +73,7 @@ def test_wide_domains_have_more_token_routes_and_no_low_latency_mode(
     on_ranks(plan)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_recv_rows": 64}], ids=["exact", "static"])
+@MODES
 def test_windows_and_chunks_are_for_the_rank_with_the_most_tokens(options: dict[str, int]) -> None:
     """Windows and what a plan keeps have the same layout on all ranks, which read each other's."""
     tokens = (3, 300)
@@ -174,25 +142,37 @@ def test_routes_that_do_not_fit_are_received_again(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_without_memory_for_routes_tells_the_others(num_ranks: int) -> None:
+def test_a_rank_without_memory_for_routes_tells_the_others(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They had gone on, and waited for it in their next plan until the deadline."""
+    new_empty, no_memory = torch.Tensor.new_empty, 2**40
+
+    def on_a_small_gpu(tensor: torch.Tensor, *size: int, **options: Any) -> torch.Tensor:
+        if size == (no_memory,):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 TiB")
+        return new_empty(tensor, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", on_a_small_gpu)
 
     def plan(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         if rank != num_ranks - 1:
             engine.plan(assignments(10))
             return
-        native.sizes = FakePlanSizes(num_assignments=MANY)
-        native.answers["routes_size"] = with_memory_for(1)
-        with pytest.raises(InputError, match="no GPU memory for a plan's routes: CUDA out") as told:
-            engine.plan(assignments(10))
+        native.sizes, right = FakePlanSizes(num_assignments=MANY), native.answers["routes_size"]
+        native.answers["routes_size"] = lambda pairs, received, _: (
+            no_memory if received == MANY else pairs + received
+        )
+        for _ in range(num_ranks):
+            with pytest.raises(
+                InputError, match="no GPU memory for a plan's routes: CUDA out"
+            ) as e:
+                engine.plan(assignments(10))
+            assert e.type is (InputError if num_ranks == 1 else RefusedError)
         assert native.named("plan_receive") == []
         assert native.named("refuse") == [("plan", STREAM)] * (num_ranks - 1)
         if num_ranks == 1:
-            native.answers["routes_size"] = with_memory_for(MANY)
-            engine.plan(assignments(10))
-            return
-        assert told.type is RefusedError
-        with pytest.raises(RefusedError, match="no GPU memory for a plan's routes"):
+            native.answers["routes_size"] = right
             engine.plan(assignments(10))
 
     on_ranks(plan, num_ranks)
@@ -242,36 +222,31 @@ def test_a_later_plan_tells_of_a_bad_routing(
     on_ranks(use, num_ranks, max_recv_rows=64, check_calls=agree)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_recv_rows": 64}], ids=["exact", "static"])
+@MODES
 def test_memory_is_kept_for_the_stream_that_uses_it(options: dict[str, int]) -> None:
     """A plan made on one stream, used on another and dropped: its routes were overwritten."""
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         keeper: Any = engine.streams
+
+        def lacks(*tensors: torch.Tensor) -> bool:
+            return not all(any(kept is tensor for kept in keeper.kept) for tensor in tensors)
+
         topk_idx = assignments(4)
         plan = engine.plan(topk_idx)
-        assert not keeper.lacks(topk_idx)
-        rows_w = torch.zeros(plan.num_rows)
+        assert not lacks(topk_idx)
+        routes, rows_w = (plan.counts, plan.token_routes, plan.routes), torch.zeros(plan.num_rows)
         for call, rows, w in (
             (engine.dispatch, torch.zeros(4, HIDDEN), torch.zeros(4, TOP_K)),
             (engine.combine, torch.zeros(plan.num_rows, HIDDEN), rows_w),
         ):
-            routes = (plan.counts, plan.token_routes, plan.routes)
             for stream, lacks_routes in ((STREAM, True), (STREAM + 1, False)):
                 keeper.current, keeper.kept = stream, []
                 call(plan, rows, w)
-                assert not keeper.lacks(rows, w)
-                assert keeper.lacks(*routes) == lacks_routes  # they belong to the plan's stream
+                assert not lacks(rows, w)
+                assert lacks(*routes) == lacks_routes  # they belong to the plan's stream
 
     on_ranks(use, **options)
-
-
-def misaligned(num_rows: int) -> torch.Tensor:
-    """Rows that start 4 bytes after a multiple of 16, as those of a slice of a flat buffer may."""
-    rows = torch.arange(num_rows * HIDDEN + 1, dtype=torch.float32)[1:].view(num_rows, HIDDEN)
-    assert rows.is_contiguous()
-    assert rows.data_ptr() % 16 == 4
-    return rows
 
 
 def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
@@ -279,7 +254,9 @@ def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
         plan = engine.plan(assignments(4))
-        x, y = misaligned(4), misaligned(5)
+        # As those of a slice of a flat buffer may be, 4 bytes after such a multiple.
+        x, y = (torch.arange(n * HIDDEN + 1.0)[1:].view(n, HIDDEN) for n in (4, 5))
+        assert x.data_ptr() % 16 == y.data_ptr() % 16 == 4
         engine.dispatch(plan, x)
         engine.combine(plan, y)
         (sent,), (returned,) = native.named("dispatch"), native.named("combine")
@@ -290,26 +267,18 @@ def test_rows_reach_the_kernels_at_multiples_of_16_bytes() -> None:
     on_ranks(use)
 
 
-def test_hosts_meet_only_where_they_must() -> None:
+@pytest.mark.parametrize("check_calls", [False, True])
+@MODES
+def test_hosts_meet_only_where_they_must(options: dict[str, int], check_calls: bool) -> None:
     """In exact mode once a layer; in static mode when windows grow, and never again."""
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        def layer(num_tokens: int) -> list[str]:
-            engine.group.exchanged.clear()  # type: ignore[attr-defined]
-            plan = engine.plan(assignments(num_tokens))
-            engine.dispatch(plan, torch.zeros(num_tokens, HIDDEN))
-            engine.combine(plan, torch.zeros(plan.num_rows, HIDDEN))
-            return [what.split(",")[0] for what in engine.group.exchanged]  # type: ignore[attr-defined]
-
         for num_tokens in (10, 300):  # and windows grow
-            assert "plan" in layer(num_tokens)
-        is_static = engine.config.max_recv_rows is not None
-        agreed = ["plan", "dispatch", "combine"] if engine.config.check_calls else ["plan"]
-        assert layer(300 - rank) == ([] if is_static and not engine.config.check_calls else agreed)
+            assert "plan" in use_all(engine, num_tokens)
+        expected = ["plan", "dispatch", "combine"] if check_calls else [] if options else ["plan"]
+        assert use_all(engine, 300 - rank) == expected
 
-    for options in ({}, {"max_recv_rows": 64}):
-        for check_calls in (False, True):
-            on_ranks(use, check_calls=check_calls, **options)
+    on_ranks(use, check_calls=check_calls, **options)
 
 
 def test_declared_tokens_are_what_windows_are_for_from_the_first_plan_on() -> None:
@@ -319,23 +288,16 @@ def test_declared_tokens_are_what_windows_are_for_from_the_first_plan_on() -> No
     tokens = ((3, 0), (1, 100), (200, 7), (0, 200))
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        met, plans = [], []
-        for each in tokens:
-            engine.group.exchanged.clear()  # type: ignore[attr-defined]
-            plan = engine.plan(assignments(each[rank]))
-            rows, _ = engine.dispatch(plan, torch.zeros(each[rank], HIDDEN))
-            engine.combine(plan, rows)
-            plans.append(plan)
-            met.append(len(engine.group.exchanged))  # type: ignore[attr-defined]
-        assert met[0] > 0
-        assert met[1:] == [0] * 3
-        assert {plan.num_rows for plan in plans} == {600}
-        assert {plan.most_tokens for plan in plans} == {256}
+        met = [bool(use_all(engine, each[rank])) for each in tokens]
+        assert met == [True, False, False, False]
+        assert {len(call.rows) for call in native.named("dispatch")} == {600}
+        assert {call.most_tokens for call in native.named("plan")} == {256}
         assert [call.num_tokens for call in native.named("reserve")] == [256, 256]
-        many = assignments(201 if rank == 0 else 200)
         if rank == 0:
             with pytest.raises(RefusedError, match="has 201 tokens, more than max_tokens_per_rank"):
-                engine.plan(many)
+                engine.plan(assignments(201))
+        else:
+            engine.plan(assignments(200))
 
     on_ranks(use, max_recv_rows="1.5x", max_tokens_per_rank=200)
 
@@ -344,11 +306,12 @@ def test_windows_grow_for_longer_rows() -> None:
     """On all ranks together; the next rows of that length need no other host."""
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        group: Any = engine.group
         plan = engine.plan(assignments(4))
         for num_met, hidden in ((1, HIDDEN), (0, HIDDEN), (1, 2 * HIDDEN)):
-            engine.group.exchanged.clear()  # type: ignore[attr-defined]
+            group.exchanged.clear()
             engine.dispatch(plan, torch.zeros(4, hidden))
-            assert len(engine.group.exchanged) == num_met  # type: ignore[attr-defined]
+            assert len(group.exchanged) == num_met
         assert [call.row_bytes for call in native.named("reserve")] == [16, 32, 64]
 
     on_ranks(use, max_recv_rows=64)
@@ -382,17 +345,18 @@ def test_a_refusal_does_not_wait() -> None:
     """The other rank hears of it on its device; no call of the two meets on the host."""
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
+        group: Any = engine.group
         plan = engine.plan(assignments(4))
         engine.dispatch(plan, torch.zeros(4, HIDDEN))
         native.calls.clear()
-        engine.group.exchanged.clear()  # type: ignore[attr-defined]
+        group.exchanged.clear()
         if rank == 1:
             with pytest.raises(RefusedError, match=r"dispatch: rank 1: x has shape \[5, 8\]"):
                 engine.dispatch(plan, torch.zeros(5, HIDDEN))
             assert native.calls == [("refuse", ("dispatch", STREAM))]
         else:
             engine.dispatch(plan, torch.zeros(4, HIDDEN))
-        assert engine.group.exchanged == []  # type: ignore[attr-defined]
+        assert group.exchanged == []
 
     on_ranks(use)
 
@@ -402,19 +366,15 @@ def test_every_launch_that_fails_is_refused(step: str) -> None:
     """The other ranks are in the call, and hear of it on their devices."""
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        def call() -> None:
-            plan = engine.plan(assignments(4))
-            engine.dispatch(plan, torch.zeros(4, HIDDEN))
-            engine.combine(plan, torch.zeros(5, HIDDEN))
-
         native.sizes = FakePlanSizes(5, MANY, MANY)  # so that routes are received again
-        call()
+        use_all(engine, 4)
         if rank == 0:
-            return call()
+            use_all(engine, 4)
+            return
         native.answers[step] = LibraryError("launching it failed")
         phase = step.partition("_")[0]
         with pytest.raises(RefusedError, match=f"^{phase}: rank 1: launching it failed$"):
-            call()
+            use_all(engine, 4)
         assert native.named("refuse") == [(phase, STREAM)]
 
     on_ranks(use)
