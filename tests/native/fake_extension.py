@@ -19,7 +19,6 @@ import torch
 from fakes import ThreadGroup, on_threads
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import base
 from megatron_ncclep.engines.native import group as native_group
 from megatron_ncclep.engines.native import low_latency as native_low_latency
 from megatron_ncclep.engines.native.engine import NativeEngine
@@ -183,23 +182,6 @@ class FakeExtension(Fake):
         self.MAX_EXPERTS, self.MAX_LOCAL_EXPERTS = 512, 256
 
 
-class FakeKeeper:
-    """A `StreamKeeper` that writes down what it is to keep.
-
-    Attributes:
-        current: handle of the current stream.
-        kept: tensors, for whatever stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.current = STREAM
-        self.kept: list[torch.Tensor | None] = []
-
-    def keep(self, *tensors: torch.Tensor | None) -> int:
-        self.kept += tensors
-        return self.current
-
-
 def gpus_with(num_sms: int) -> Callable[..., Any]:
     """What stands in for `torch.cuda.get_device_properties`."""
     return lambda device: SimpleNamespace(multi_processor_count=num_sms)
@@ -212,8 +194,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     low_latency = native_low_latency.NativeLowLatency
     for where, name, value in (
         (extension, "load", lambda: module),
-        (extension, "StreamKeeper", FakeKeeper),
-        (base, "StreamKeeper", FakeKeeper),
         (extension, "current_stream", lambda: STREAM),
         (
             native_group,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -24,12 +23,10 @@ def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -
 
     The versions are what ncclEpGetVersion and ncclGetVersion are to say.
     """
-    compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
     defines = [f"-DFAKE_EP_VERSION={ep_version}", f"-DFAKE_NCCL_VERSION={nccl_version}"]
     source = Path(__file__).with_name("fake_nccl.c")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", *defines, source, "-o", path], check=True, timeout=60
-    )
+    command = ["cc", "-shared", "-fPIC", *defines, source, "-o", path]
+    subprocess.run(command, check=True, timeout=60)
     return path
 
 

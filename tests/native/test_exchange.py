@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,6 @@ if extension.unavailable_reason() is not None:
 
 # Far more than a test takes; one that waits for it has failed.
 LONG_S, SOON_S = patient(60.0), patient(30.0)
-LONG_MESSAGE = 5000  # more than one round of the exchange moves
 TOKEN = bytes(range(16))
 
 
@@ -67,17 +67,19 @@ def opened(num_ranks: int) -> Iterator[list[Any]]:
         yield ends
 
 
-def on_all(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Make one call for each rank at the same time; return the results, or what they raised."""
+def exchange(
+    ends: list[Any], mine: bytes = b"x", what: str = "", timeout_s: float = LONG_S
+) -> list[Any]:
+    """Have all ranks exchange a message at the same time; returns what they get or raise."""
 
-    def result(call: Callable[[], Any]) -> Any:
+    def result(end: Any) -> Any:
         try:
-            return call()
+            return end.exchange(mine, what, timeout_s)
         except PeerError as error:
             return error
 
-    with ThreadPoolExecutor(len(calls)) as ranks:
-        return list(ranks.map(result, calls))
+    with ThreadPoolExecutor(len(ends)) as ranks:
+        return list(ranks.map(result, ends))
 
 
 # --- who does not come ---------------------------------------------------------------------------
@@ -87,9 +89,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with opened(3) as ends:
         too_late = threading.Timer(SOON_S, ends[2].close)  # then they would say so
         too_late.start()
-        texts = on_all(
-            [lambda end=end: end.exchange(b"1", "plan, call 7", 0.3) for end in ends[:2]]
-        )
+        texts = exchange(ends[:2], what="plan, call 7", timeout_s=0.3)
         too_late.cancel()
         # Either may be the first to give up; both name the one that was not there.
         for rank, text in enumerate(texts):
@@ -105,7 +105,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
             ends[0].exchange(b"1", "plan, call 8", LONG_S)
 
 
-def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
+def test_a_rank_that_went_on_will_not_come() -> None:
     """A rank whose windows had to grow waited a minute for those that needed none."""
     with opened(3) as ends:
         for end in ends[:2]:
@@ -118,12 +118,13 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
                 end.exchange(b"1", "plan, making windows", LONG_S)
         for end in ends:  # no rank has given up: all meet in the next call
             end.enter(8, False, 0)
-        assert (
-            on_all([lambda end=end: end.exchange(b"2", "", LONG_S) for end in ends]) == [b"222"] * 3
-        )
+        assert exchange(ends) == [b"xxx"] * 3
         # A rank that went on sooner, after they had met, kept no other rank waiting.
         ends[2].enter(9, True, 0)
         assert [end.gone_on() for end in ends] == [-1] * 3
+
+
+def test_a_rank_that_refused_a_call_will_not_come() -> None:
     with opened(2) as ends:
         assert [ends[0].refusal(rank, 0) for rank in range(2)] == ["", ""]
         for end in ends:
@@ -131,9 +132,7 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
         ends[1].refuse(b"dispatch: rank 1: x is wrong" + b"!" * 5000)
         assert ends[0].refusal(1, 3).startswith("dispatch: rank 1: x is wrong!!!")
         assert len(ends[0].refusal(1, 0)) == 512
-        with pytest.raises(
-            PeerError, match=r"rank 1 refused a call .dispatch: rank 1: x is wrong!"
-        ):
+        with pytest.raises(PeerError, match=r"rank 1 refused a call .dispatch: rank 1: x is wron"):
             ends[0].exchange(b"1", "dispatch, making windows", LONG_S)
     with opened(2) as ends:  # what was refused in an earlier call has no part in this one
         ends[1].enter(8, True, 0)
@@ -144,9 +143,7 @@ def test_a_rank_that_went_on_or_refused_a_call_will_not_come() -> None:
         for end in ends:  # as for closing an engine
             end.enter(9, False, 9)
         assert ends[0].refusal(1, 9) == ""
-        assert (
-            on_all([lambda end=end: end.exchange(b"1", "", LONG_S) for end in ends]) == [b"11"] * 2
-        )
+        assert exchange(ends) == [b"xx"] * 2
         assert ends[0].refusal(1, 0) == "not now"
         ends[1].refuse(b"")
         assert ends[0].refusal(1, 0) == ""
@@ -157,40 +154,24 @@ import sys, time
 from megatron_ncclep import _C
 end = _C.HostExchange(int(sys.argv[1]), bytes.fromhex(sys.argv[2]), 2, 1)
 end.exchange(b"1", "the first", 60)
-print("ready", flush=True)
 time.sleep(60)
 """
 
 
-@contextmanager
-def met_process() -> Iterator[tuple[Any, subprocess.Popen[str]]]:
-    """Rank 0's end, and a process that is rank 1; they have met once."""
+def test_a_rank_that_is_killed_is_named_long_before_the_deadline() -> None:
+    """Of one that stays a zombie: tests/faults/test_host.py."""
     with new_file() as file, closing(extension.load().HostExchange(file, TOKEN, 2, 0)) as end:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PEER, str(file), TOKEN.hex()],
-            text=True, pass_fds=[file], stdout=subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            assert end.exchange(b"0", "the first", LONG_S) == b"01"
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield end, process
-        finally:
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.parametrize("is_reaped", [True, False])
-def test_a_rank_that_is_killed_is_named_long_before_the_deadline(is_reaped: bool) -> None:
-    """Also while it is a zombie: a launcher may be slow to ask for its end."""
-    with met_process() as (end, process):
-        threading.Timer(0.2, process.kill).start()
-        start = time.monotonic()
-        if is_reaped:
+        command = [sys.executable, "-c", PEER, str(file), TOKEN.hex()]
+        with subprocess.Popen(command, pass_fds=[file]) as process:
+            try:
+                assert end.exchange(b"0", "the first", LONG_S) == b"01"
+            finally:
+                threading.Timer(0.2, process.kill).start()
+            start = time.monotonic()
             threading.Thread(target=process.wait).start()
-        with pytest.raises(PeerError, match=rf"rank 1 \(process {process.pid}\) has died"):
-            end.exchange(b"0", "the second", LONG_S)
-        assert time.monotonic() - start < SOON_S
+            with pytest.raises(PeerError, match=rf"rank 1 \(process {process.pid}\) has died"):
+                end.exchange(b"0", "the second", LONG_S)
+            assert time.monotonic() - start < SOON_S
 
 
 # --- ranks in different calls --------------------------------------------------------------------
@@ -198,17 +179,18 @@ def test_a_rank_that_is_killed_is_named_long_before_the_deadline(is_reaped: bool
 
 def test_unequal_lengths_are_an_error_on_every_rank_and_the_next_call_works() -> None:
     with opened(2) as ends:
-        for short, long in ((96, 1024), (1, LONG_MESSAGE), (0, 1)):
-            texts = on_all([
-                lambda n=short: ends[0].exchange(bytes(n), "agree, call 3", LONG_S),
-                lambda n=long: ends[1].exchange(bytes(n), "error messages", LONG_S),
-            ])  # fmt: skip
+        for short, long in ((96, 1024), (1, 5000), (0, 1)):  # 5000: more than a round moves
+            with ThreadPoolExecutor(1) as other:
+                theirs = other.submit(exchange, ends[1:], bytes(long), "error messages")
+                texts = [*exchange(ends[:1], bytes(short), "agree, call 3"), *theirs.result()]
             for text, what in zip(texts, ("agree, call 3", "error messages"), strict=True):
                 assert "are in different calls" in str(text)
                 assert f"rank 0 sent {short} bytes, rank 1 sent {long} bytes" in str(text)
                 assert what in str(text)
-            again = on_all([lambda end=end: end.exchange(b"x", "", LONG_S) for end in ends])
-            assert again == [b"xx"] * 2
+            assert exchange(ends) == [b"xx"] * 2
+
+
+# --- opening -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -218,9 +200,6 @@ def new_group(ctx: RankContext) -> Iterator[EpGroup]:
     yield EpGroup.of(group)
     EpGroup.of(group).close()
     dist.destroy_process_group(group)
-
-
-# --- opening -------------------------------------------------------------------------------------
 
 
 def test_memory_of_another_group_or_version_is_not_opened() -> None:
@@ -303,18 +282,6 @@ def open_files() -> list[str]:
     )
 
 
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What this process logs at level INFO and above."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = get_logger()
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-
-
 @pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize(
     ("obstacle", "rank"),
@@ -325,9 +292,13 @@ def test_all_ranks_share_memory_or_none_does(ctx: RankContext, obstacle: str, ra
     mine = torch.tensor([ctx.rank, 10 * ctx.rank])
     ranks = list(range(ctx.num_ranks))
     expected = [[r, 10 * r] for r in ranks]
+    logged = BufferingHandler(100)
+    logged.setLevel(logging.INFO)
     with new_group(ctx) as group:
         before = open_files()
-        with ExitStack() as stack, log_lines() as lines:
+        with ExitStack() as stack:
+            get_logger().addHandler(logged)
+            stack.callback(get_logger().removeHandler, logged)
             if ctx.rank == (rank := rank % ctx.num_ranks):
                 stack.enter_context(IN_THE_WAY[obstacle][1]())
             for _ in range(2):
@@ -349,6 +320,7 @@ def test_all_ranks_share_memory_or_none_does(ctx: RankContext, obstacle: str, ra
         assert again.hosts.gather(mine, "test", LONG_S).tolist() == expected
         assert again.hosts.link._memory is not None
     assert (uses_memory, problems) == (obstacle == "nothing", "rank 1: too large")
+    lines = [record.getMessage() for record in logged.buffer]
     assert len(lines) == (ctx.rank == 0 and obstacle != "nothing"), lines  # once
     said = IN_THE_WAY[obstacle][2].format(rank=rank)
     assert all(said in line and "over the process group" in line for line in lines), lines

@@ -8,6 +8,7 @@ plans fit, few waits fail, and torch's own allocations start at multiples of 512
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -227,10 +228,13 @@ def test_memory_is_kept_for_the_stream_that_uses_it(options: dict[str, int]) -> 
     """A plan made on one stream, used on another and dropped: its routes were overwritten."""
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        keeper: Any = engine.streams
+        keeper: Any = mock.Mock()
+        engine.streams = keeper
+        keeper.keep.return_value = STREAM
 
         def lacks(*tensors: torch.Tensor) -> bool:
-            return not all(any(kept is tensor for kept in keeper.kept) for tensor in tensors)
+            kept = [id(tensor) for call in keeper.keep.call_args_list for tensor in call.args]
+            return not {id(tensor) for tensor in tensors}.issubset(kept)
 
         topk_idx = assignments(4)
         plan = engine.plan(topk_idx)
@@ -241,7 +245,8 @@ def test_memory_is_kept_for_the_stream_that_uses_it(options: dict[str, int]) -> 
             (engine.combine, torch.zeros(plan.num_rows, HIDDEN), rows_w),
         ):
             for stream, lacks_routes in ((STREAM, True), (STREAM + 1, False)):
-                keeper.current, keeper.kept = stream, []
+                keeper.keep.reset_mock()
+                keeper.keep.return_value = stream
                 call(plan, rows, w)
                 assert not lacks(rows, w)
                 assert lacks(*routes) == lacks_routes  # they belong to the plan's stream

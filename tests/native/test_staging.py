@@ -52,34 +52,12 @@ class Rank(Recorder):
 
 
 @pytest.fixture
-def interface() -> int:
-    """Of the library."""
-    return 2
-
-
-@pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: int
-) -> Callable[..., list[Any]]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Calls a function of a `Rank` as every rank; returns what it returns or raises."""
     native, here = extension.load(), threading.local()
     original = compile_fake(tmp_path / "fake.so")
     # Loaded from files of their own, they do not share what they remember.
     paths = [Path(shutil.copy(original, tmp_path / f"fake{r}.so")) for r in range(NUM_RANKS)]
-
-    def communicator_of(group: ThreadGroup, timeout_s: float) -> Any:
-        nccl = native.Nccl(str(here.path))
-        return native.Communicator(
-            nccl, bytes(128), NUM_RANKS, group.rank, device=-1, timeout_s=60.0
-        )
-
-    monkeypatch.setattr(nccl_ep_staging, "communicator_of", communicator_of)
-    monkeypatch.setattr(
-        nccl_ep_library,
-        "find_nccl_ep",
-        lambda: NcclEpLibrary(here.path, (0, 2, 0), "", interface=interface),
-    )
-    monkeypatch.setattr(nccl_ep_library, "jit_folders", lambda library: {})
     # The environment is that of the process: ranks that are its threads take turns.
     environment, turn = nccl_ep_library.environment, threading.Lock()
 
@@ -88,15 +66,32 @@ def run(
         with turn, environment(variables):
             yield
 
-    monkeypatch.setattr(nccl_ep_library, "environment", environment_in_turn)
-    monkeypatch.setattr(extension, "current_stream", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    def communicator_of(group: ThreadGroup, timeout_s: float) -> Any:
+        nccl = native.Nccl(str(here.path))
+        return native.Communicator(nccl, bytes(128), NUM_RANKS, group.rank, -1, timeout_s=60.0)
 
-    def on_rank(group: ThreadGroup, function: Callable[[Rank], Any]) -> Any:
-        here.path, group.device = paths[group.rank], torch.device("cpu")
-        return function(Rank(group, here.path))
+    def find_nccl_ep() -> NcclEpLibrary:
+        return NcclEpLibrary(here.path, (0, 2, 0), "", interface=here.interface)
 
-    return lambda function: on_threads(NUM_RANKS, lambda group: on_rank(group, function))
+    for module, name, value in (
+        (nccl_ep_staging, "communicator_of", communicator_of),
+        (nccl_ep_library, "find_nccl_ep", find_nccl_ep),
+        (nccl_ep_library, "jit_folders", lambda library: {}),
+        (nccl_ep_library, "environment", environment_in_turn),
+        (extension, "current_stream", lambda: 0),
+        (torch.cuda, "synchronize", lambda device: None),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+    def run(function: Callable[[Rank], Any], interface: int = 2) -> list[Any]:
+        def on_rank(group: ThreadGroup) -> Any:
+            here.path, here.interface = paths[group.rank], interface
+            group.device = torch.device("cpu")
+            return function(Rank(group, here.path))
+
+        return on_threads(NUM_RANKS, on_rank)
+
+    return run
 
 
 def plan(num_tokens: int) -> NcclEpPlan:
@@ -114,113 +109,97 @@ def plan(num_tokens: int) -> NcclEpPlan:
 LIFE = ("CreateGroup", "InitHandle", "HandleDestroy", "GroupDestroy")
 
 
-def outgrow(rank: Rank) -> None:
-    """Two plans are alive while the staging memory grows; rank 1 keeps one of them."""
-    staging = rank.staging
-    first, second = plan(100), plan(100)
-    rank.bind(first)
-    rank.bind(second)
-    larger = plan(300)
-    rank.bind(larger)
-    assert rank.calls(*LIFE) == [
-        "CreateGroup", "InitHandle", "InitHandle", "CreateGroup", "InitHandle",
-    ]  # fmt: skip
-    staging.free_unused()
-    assert rank.calls(*LIFE) == []  # both are in use
-    del first
-    if rank.rank == 0:
-        del second
-    staging.free_unused()
-    # In use on rank 1, so nothing is freed anywhere: that would be collective.
-    assert rank.calls(*LIFE) == ["HandleDestroy"] * (2 - rank.rank)
-    if rank.rank == 1:
-        rank.bind(second)  # moves rows again, and goes over to the new memory
-    staging.free_unused()
-    assert rank.calls(*LIFE) == [*["InitHandle", "HandleDestroy"][: 2 * rank.rank], "GroupDestroy"]
+def test_outgrown_memory_is_freed_when_no_plan_uses_it(run: Callable[..., list[Any]]) -> None:
+    """A job whose batches grew kept every size of staging memory that a plan was bound to.
 
-    rank.exchanged.clear()
-    staging.free_unused()
-    assert rank.exchanged == []  # nothing is outgrown, and nothing is asked
-    rank.bind(larger)
-    staging.close()
-    assert rank.calls(*LIFE) == ["GroupDestroy"]
+    Two plans are alive while the staging memory grows; rank 1 keeps one of them.
+    """
 
+    def outgrow(rank: Rank) -> None:
+        staging = rank.staging
+        first, second, larger = plan(100), plan(100), plan(300)
+        for each in (first, second, larger):
+            rank.bind(each)
+        made = ["CreateGroup", "InitHandle", "InitHandle", "CreateGroup", "InitHandle"]
+        assert rank.calls(*LIFE) == made
+        staging.free_unused()
+        assert rank.calls(*LIFE) == []  # both are in use
+        del each, first
+        if rank.rank == 0:
+            del second
+        staging.free_unused()
+        # In use on rank 1, so nothing is freed anywhere: that would be collective.
+        assert rank.calls(*LIFE) == ["HandleDestroy"] * (2 - rank.rank)
+        if rank.rank == 1:
+            rank.bind(second)  # moves rows again, and goes over to the new memory
+        staging.free_unused()
+        moved = ["InitHandle", "HandleDestroy"][: 2 * rank.rank]
+        assert rank.calls(*LIFE) == [*moved, "GroupDestroy"]
 
-def test_outgrown_memory_is_freed_when_no_plan_uses_it(run: Callable) -> None:
-    """A job whose batches grew kept every size of staging memory that a plan was bound to."""
+        rank.exchanged.clear()
+        staging.free_unused()
+        assert rank.exchanged == []  # nothing is outgrown, and nothing is asked
+        rank.bind(larger)
+        staging.close()
+        assert rank.calls(*LIFE) == ["GroupDestroy"]
+
     assert run(outgrow) == [None] * NUM_RANKS
 
 
-def release(rank: Rank) -> None:
-    old = plan(300)
-    rank.bind(old)
-    rank.calls()
-    for _ in range(2):
-        rank.staging.release_memory()
-        assert rank.calls(*LIFE) == ["GroupDestroy"]
-        rank.staging.release_memory()
-        assert rank.calls(*LIFE) == []
-        small = plan(3)
-        rank.bind(small)
-        assert rank.staging._limits == (512, 64, TOP_K)
-        rank.bind(old)
-        assert rank.calls(*LIFE) == ["CreateGroup", "InitHandle", "InitHandle"]
-
-
-def test_released_memory_comes_back_as_large_as_it_was(run: Callable) -> None:
+def test_released_memory_comes_back_as_large_as_it_was(run: Callable[..., list[Any]]) -> None:
     """For a plan that was made before, too."""
+
+    def release(rank: Rank) -> None:
+        old = plan(300)
+        rank.bind(old)
+        rank.calls()
+        for _ in range(2):
+            rank.staging.release_memory()
+            assert rank.calls(*LIFE) == ["GroupDestroy"]
+            rank.staging.release_memory()
+            assert rank.calls(*LIFE) == []
+            small = plan(3)
+            rank.bind(small)
+            assert rank.staging._limits == (512, 64, TOP_K)
+            rank.bind(old)
+            assert rank.calls(*LIFE) == ["CreateGroup", "InitHandle", "InitHandle"]
+
     assert run(release) == [None] * NUM_RANKS
 
 
-def fail_to_grow(rank: Rank) -> str:
-    old = plan(100)
-    rank.bind(old)
-    rank.calls()
-    if rank.rank == 1:
-        rank.fail_next(3)
-    with pytest.raises(LibraryError) as caught:
-        rank.bind(plan(300))
-    rank.calls()
-    # It can be tried again, on all ranks; the old plan goes over to what is made then.
-    rank.bind(old)
-    assert rank.calls(*LIFE) == ["CreateGroup", "InitHandle", "HandleDestroy"]
-    rank.staging.free_unused()
-    assert rank.calls(*LIFE) == ["GroupDestroy"]
-    return str(caught.value)
-
-
-def test_growing_that_fails_on_one_rank_fails_on_all(run: Callable) -> None:
+def test_growing_that_fails_on_one_rank_fails_on_all(run: Callable[..., list[Any]]) -> None:
     """The rank without memory raised alone, and the others waited for it in the next kernel."""
-    texts = run(fail_to_grow)
-    assert texts[0] == texts[1]
-    assert "nccl_ep: making staging memory for 512 tokens of 64 bytes: rank 1: " in texts[0]
-    assert "ncclEpCreateGroup failed: internal error" in texts[0]
+    text = (
+        "^nccl_ep: making staging memory for 512 tokens of 64 bytes: rank 1: "
+        "ncclEpCreateGroup failed: internal error"
+    )
 
+    def fail_to_grow(rank: Rank) -> None:
+        old = plan(100)
+        rank.bind(old)
+        rank.calls()
+        if rank.rank == 1:
+            rank.fail_next(3)
+        with pytest.raises(LibraryError, match=text):
+            rank.bind(plan(300))
+        rank.calls()
+        # It can be tried again, on all ranks; the old plan goes over to what is made then.
+        rank.bind(old)
+        assert rank.calls(*LIFE) == ["CreateGroup", "InitHandle", "HandleDestroy"]
+        rank.staging.free_unused()
+        assert rank.calls(*LIFE) == ["GroupDestroy"]
 
-def modes(rank: Rank) -> tuple[list[str], list[list[int]]]:
-    """How the library is asked to work, and the order in which it gets tokens' assignments."""
-    engine = NcclEpEngine(rank.group, NUM_EXPERTS, CONFIG)
-    made = engine.plan(torch.tensor([[7, 1], [2, 5], [-1, 3]]))
-    engine.dispatch(made, torch.zeros(3, 16))
-    (line,) = (line for line in rank.lines() if line.startswith("CreateGroup"))
-    return line.split()[1:], made.topk_idx.tolist()
+    assert run(fail_to_grow) == [None] * NUM_RANKS
 
 
 @pytest.mark.parametrize(
-    ("interface", "pull_push", "expected", "is_sorted"),
-    [
-        (2, None, [], False),
-        (3, "0", ["fixed_order"], False),
-        (3, "1", ["pull_push", "fixed_order"], True),
-    ],
+    ("interface", "pull_push", "expected"),
+    [(2, None, []), (3, "0", ["fixed_order"]), (3, "1", ["pull_push", "fixed_order"])],
 )
 def test_modes_of_the_library(
-    run: Callable,
-    pull_push: str | None,
-    expected: list[str],
-    is_sorted: bool,
+    run: Callable[..., list[Any]], interface: int, pull_push: str | None, expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """The newer one puts an expert's rows in an order of the moment, unless it is told otherwise,
     and in one mode it adds up in the order of top-k slots, while the contract's is that of ranks.
 
@@ -230,6 +209,15 @@ def test_modes_of_the_library(
     monkeypatch.delenv(PULL_PUSH, raising=False)
     if pull_push is not None:
         monkeypatch.setenv(PULL_PUSH, pull_push)
-    topk_idx = [[1, 7] if is_sorted else [7, 1], [2, 5], [-1, 3]]
-    assert run(modes) == [(expected, topk_idx)] * NUM_RANKS
+
+    def modes(rank: Rank) -> None:
+        engine = NcclEpEngine(rank.group, NUM_EXPERTS, CONFIG)
+        made = engine.plan(torch.tensor([[7, 1], [2, 5], [-1, 3]]))
+        engine.dispatch(made, torch.zeros(3, 16))
+        (line,) = (line for line in rank.lines() if line.startswith("CreateGroup"))
+        assert line.split()[1:] == expected
+        first = [1, 7] if pull_push == "1" else [7, 1]
+        assert made.topk_idx.tolist() == [first, [2, 5], [-1, 3]]
+
+    assert run(modes, interface) == [None] * NUM_RANKS
     assert FIXED_ORDER not in os.environ

@@ -44,11 +44,6 @@ def thrown(program: Path, broken: str) -> str:
     return lines[0]
 
 
-def test_right_windows_are_written_at_every_end(program: Path) -> None:
-    """The program looks for the words itself."""
-    assert thrown(program, "") == ""
-
-
 START = r"rank 1: it reads 0x\w{16} from the start of the"
 
 
@@ -76,7 +71,10 @@ def test_wrong_addresses_are_an_error_on_all_ranks(
     assert text.endswith("words are wrong); a remedy")
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_all(program: Path) -> None:
-    """With any exception: only the extension's own were, and after others the ranks waited."""
+def test_right_windows_and_a_step_that_fails(program: Path) -> None:
+    """The program looks itself whether words are written at every end.  A step may fail with any
+    exception: only the extension's own were told, and after others the ranks waited.
+    """
+    assert thrown(program, "") == ""
     text = "engine 'native', opening its windows (tokens 0 -> 128): rank 1: std::bad_alloc"
     assert thrown(program, "a step") == f"{text}; a remedy"
