@@ -98,13 +98,23 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies(job: Job) -> None:
-    """A rank dies before a dispatch."""
-    plan = job.plan()
-    job.wait()
-    if job.is_culprit:
-        die()
-    job.dispatch(plan)
+def before_dispatch(act: Callable[[], None]) -> Callable[[Job], None]:
+    """A rank acts before a dispatch, for which the others wait, and continues if it can."""
+
+    def happens(job: Job) -> None:
+        plan = job.plan()
+        job.wait()
+        if job.is_culprit:
+            act()
+        job.dispatch(plan)
+        megatron_ncclep.check()
+        job.plan()
+
+    return happens
+
+
+def raise_own_error() -> None:
+    raise ArithmeticError("the loss is NaN")
 
 
 def dies_in_dispatch(job: Job) -> None:
@@ -134,14 +144,6 @@ def dies_while_opening(job: Job) -> None:
         create_engine(group, 4 * job.ctx.num_ranks, job.engine.config)
 
 
-def raises(job: Job) -> None:
-    """A rank has an error of its own."""
-    plan = job.plan()
-    if job.is_culprit:
-        raise ArithmeticError("the loss is NaN")
-    job.dispatch(plan)
-
-
 def runs_out_of_memory(job: Job) -> None:
     """A rank has no room for the rows that it receives."""
     plan = job.plan()
@@ -164,15 +166,6 @@ def take_memory_away() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def destroys(job: Job) -> None:
-    """A rank destroys its process group and continues."""
-    plan = job.plan()
-    job.wait()
-    if job.is_culprit:
-        dist.destroy_process_group()
-    job.dispatch(plan)
-
-
 def skips(job: Job) -> None:
     """A rank skips a combine and continues."""
     plan = job.plan()
@@ -180,16 +173,6 @@ def skips(job: Job) -> None:
     if job.is_culprit:
         job.plan()
     job.combine(plan)
-
-
-def comes_late(job: Job) -> None:
-    """A rank comes after the deadline."""
-    plan = job.plan()
-    if job.is_culprit:
-        time.sleep(1.5 * DEADLINE_S)
-    job.dispatch(plan)
-    megatron_ncclep.check()
-    job.plan()
 
 
 def all_are_interrupted(job: Job) -> None:
@@ -229,19 +212,16 @@ class Fault(NamedTuple):
 
 KILLED = signal.SIGKILL
 FAULTS = {
-    fault.happens.__name__: fault
-    for fault in (
-        Fault(dies, ends=KILLED),
-        Fault(dies_in_dispatch, ends=KILLED),
-        Fault(dies_while_opening, culprit=0, ends=KILLED),
-        Fault(dies_late, ends=KILLED),
-        Fault(raises),
-        Fault(runs_out_of_memory),
-        Fault(destroys),
-        Fault(skips),
-        Fault(comes_late),
-        Fault(all_are_interrupted, ends=signal.SIGINT, ends_all=True),
-    )
+    "dies": Fault(before_dispatch(die), ends=KILLED),
+    "raises": Fault(before_dispatch(raise_own_error)),
+    "destroys": Fault(before_dispatch(dist.destroy_process_group)),
+    "comes_late": Fault(before_dispatch(lambda: time.sleep(1.5 * DEADLINE_S))),
+    "dies_in_dispatch": Fault(dies_in_dispatch, ends=KILLED),
+    "dies_while_opening": Fault(dies_while_opening, culprit=0, ends=KILLED),
+    "dies_late": Fault(dies_late, ends=KILLED),
+    "runs_out_of_memory": Fault(runs_out_of_memory),
+    "skips": Fault(skips),
+    "all_are_interrupted": Fault(all_are_interrupted, ends=signal.SIGINT, ends_all=True),
 }
 
 
@@ -257,7 +237,7 @@ def main(backend: str, engine_name: str, name: str) -> None:
     Job(ctx, engine, is_culprit).steps()
     engine.close()
     # On a CPU, waiting ranks notice a rank that ends, which takes a while on a busy machine.
-    is_reported = fault.ends_all or (backend == "gloo" and fault.happens is not comes_late)
+    is_reported = fault.ends_all or (backend == "gloo" and name != "comes_late")
     config = patient if is_reported else EpConfig(engine=engine_name, timeout_s=DEADLINE_S)
     job = Job(ctx, create_engine(ctx.group, num_experts, config), is_culprit)
     job.steps()
