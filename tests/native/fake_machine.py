@@ -112,24 +112,19 @@ class Machine:
 
         return on_threads(num_ranks, choose)
 
-    def choice(self, num_ranks: int, experts: int | None = None, **options: Any) -> tuple[str, str]:
-        """The engine that all ranks choose, and why."""
+    def choose(
+        self, num_ranks: int = NUM_RANKS, experts: int | None = None, **options: Any
+    ) -> tuple[str, str]:
+        """The engine that all ranks choose, and why; or "", and why they cannot have one."""
         found = self.choices(num_ranks, EpConfig(**options), experts)
+        if isinstance(found[0], EngineUnavailableError):
+            assert len({(type(error), str(error)) for error in found}) == 1
+            start = f"engine '{options['engine']}' cannot run here: "
+            assert str(found[0]).startswith(start)
+            return "", str(found[0]).removeprefix(start)
         assert found == [found[0]] * num_ranks, found
         name, reason = found[0]
         return name, reason
-
-    def reasons(
-        self, num_ranks: int = NUM_RANKS, experts: int | None = None, engine: str = "native",
-        **options: Any,
-    ) -> str:  # fmt: skip
-        """Ask for an engine by name on every rank; returns the text that all of them raise."""
-        errors = self.choices(num_ranks, EpConfig(engine=engine, **options), experts)
-        assert [type(error) for error in errors] == [EngineUnavailableError] * num_ranks, errors
-        (text,) = {str(error) for error in errors}
-        start = f"engine '{engine}' cannot run here: "
-        assert text.startswith(start)
-        return text.removeprefix(start)
 
 
 @pytest.fixture

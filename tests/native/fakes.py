@@ -11,11 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.hosts import Hosts
 from megatron_ncclep.ranks.resources import Resources
+
+# tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
+needs_extension = pytest.mark.skipif(
+    extension.unavailable_reason() is not None,
+    reason=f"nothing to call: {extension.unavailable_reason()}",
+)
 
 
 def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -> Path:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from fake_extension import gpus_with
 from fake_machine import NUM_RANKS, Gpu, Machine, nccl
-from fakes import ThreadGroup
+from fakes import ThreadGroup, needs_extension
 from rank_pool import RankContext
 from timeouts import patient
 
@@ -103,21 +103,28 @@ IN_THE_WAY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("says", IN_THE_WAY)
-def test_what_is_in_the_way_all_ranks_say(says: str, machine: Machine) -> None:
-    """What one rank alone finds, too, and that before NCCL is asked."""
-    options = dict(IN_THE_WAY[says])
+def choose(machine: Machine, differs: dict[str, Any], **options: Any) -> tuple[str, str]:
+    """What all ranks choose on a machine that differs so, and why."""
+    options |= differs
     ranks, experts = options.pop("ranks", NUM_RANKS), options.pop("experts", None)
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(ranks)]
     for name in vars(machine).keys() & options.keys():
         setattr(machine, name, options.pop(name))
     of_gpu = {name: options.pop(name) for name in vars(MANY[0]).keys() & options.keys()}
     machine.gpus[1] = replace(machine.gpus[1], **of_gpu)
-    text = machine.reasons(ranks, experts, **options)
+    return machine.choose(ranks, experts, **options)
+
+
+@pytest.mark.parametrize("says", IN_THE_WAY)
+def test_what_is_in_the_way_all_ranks_say(says: str, machine: Machine) -> None:
+    """What one rank alone finds, too, and that before NCCL is asked."""
+    differs = IN_THE_WAY[says]
+    name, text = choose(machine, differs, engine="native")
+    assert name == ""
     assert re.search(says, text), text
-    if not options:
-        assert machine.choice(ranks, experts)[0] == "reference"
-    assert bool(machine.made) == ("lsa_size" in IN_THE_WAY[says])
+    if not {"engine", "num_sms"} & differs.keys():
+        assert choose(machine, differs)[0] == "reference"
+    assert bool(machine.made) == ("lsa_size" in differs)
 
 
 @pytest.mark.parametrize("engine", ["native", "nccl_ep", "auto"])
@@ -152,44 +159,37 @@ def test_a_rank_that_cannot_even_look(
 # --- what can run --------------------------------------------------------------------------------
 
 
-def test_nothing_is_in_the_way(machine: Machine) -> None:
-    assert machine.choice(NUM_RANKS, 512) == ("native", "native can run")
-    assert sorted(machine.made) == list(range(NUM_RANKS))
-
-
-@pytest.mark.parametrize(("num_ranks", "num_sms"), [(32, 6), (2, 5), (2, 100)])
-def test_just_within_the_limits(machine: Machine, num_ranks: int, num_sms: int) -> None:
-    machine.gpus = [Gpu(f"uuid-{r}") for r in range(num_ranks)]
-    machine.lsa_size = num_ranks
-    found = machine.choice(num_ranks, 512, engine="native", num_sms=num_sms)
-    assert found == ("native", "requested by name")
-
-
 @pytest.mark.parametrize(
-    ("library", "used", "num_sms"),
+    "differs",
     [
-        (EXTENSIONS, nccl(2, 30, 7), 34),
-        (TRANSFORMER_ENGINE, nccl(2, 32, 3), None),
+        {"experts": 512},
+        {"experts": 512, "ranks": 32, "lsa_size": 32, "num_sms": 6},
+        {"experts": 512, "ranks": 2, "lsa_size": 2, "num_sms": 5},
+        {"experts": 512, "ranks": 2, "lsa_size": 2, "num_sms": 100},
+        of_nccl_ep(EXTENSIONS, num_sms=34),
+        of_nccl_ep(TRANSFORMER_ENGINE, experts=9),
         # It does not say its version before it is opened.
-        (NcclEpLibrary(Path("/opt/libnccl_ep.so"), None, ""), nccl(2, 30, 7), None),
+        of_nccl_ep(NcclEpLibrary(Path("/opt/libnccl_ep.so"), None, "")),
     ],
+    ids=lambda differs: " ".join(map(str, differs)),
 )
-def test_nccl_ep_can_run(machine: Machine, library: Any, used: Any, num_sms: int | None) -> None:
-    machine.library, machine.nccl = library, used
-    found = machine.choice(NUM_RANKS, 9, engine="nccl_ep", num_sms=num_sms)
-    assert found == ("nccl_ep", "requested by name")
-    assert len(machine.made) == NUM_RANKS
+def test_what_can_run_just_within_the_limits(machine: Machine, differs: dict[str, Any]) -> None:
+    engine = differs.get("engine", "native")
+    assert choose(machine, differs, engine="native") == (engine, "requested by name")
+    assert sorted(machine.made) == list(range(len(machine.gpus)))
+    if engine == "native":
+        assert choose(machine, differs) == ("native", "native can run")
 
 
 def test_pull_push(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PULL_PUSH, "1")
     machine.library, machine.nccl = EXTENSIONS, nccl(2, 30, 7)
-    ignored = "which libnccl_ep of nccl-extensions would ignore"
-    assert ignored in machine.reasons(engine="nccl_ep")
+    _, text = machine.choose(engine="nccl_ep")
+    assert "which libnccl_ep of nccl-extensions would ignore" in text
     machine.library, machine.nccl, machine.nodes = TRANSFORMER_ENGINE, nccl(2, 32, 3), [1, 2]
-    assert "needs all ranks in one node" in machine.reasons(engine="nccl_ep")
+    assert "needs all ranks in one node" in machine.choose(engine="nccl_ep")[1]
     machine.nodes = [NUM_RANKS]
-    assert machine.choice(NUM_RANKS, engine="nccl_ep")[0] == "nccl_ep"
+    assert machine.choose(engine="nccl_ep")[0] == "nccl_ep"
 
 
 def test_ranks_with_libraries_that_differ(
@@ -205,7 +205,7 @@ def test_ranks_with_libraries_that_differ(
         "rank {} has libnccl_ep 0.2.0 of interface 2, NCCL 2.30.7",
         f"rank {{}} has libnccl_ep 0.2.0 of interface 3, NCCL 2.30.7 and {PULL_PUSH}",
     )
-    assert machine.reasons(2, engine="nccl_ep") in [
+    assert machine.choose(2, engine="nccl_ep")[1] in [
         f"it must be the same on all ranks: {a.format(0)}, {b.format(1)}"
         for a, b in (differ, differ[::-1])
     ]
@@ -216,17 +216,17 @@ def test_ranks_share_a_gpu_where_nccl_allows_it(
 ) -> None:
     machine.gpus = [machine.gpus[0]] * NUM_RANKS
     allows = "for tests, NCCL 2.30.0 or newer lets ranks share a GPU with NCCL_MULTI"
-    assert allows in machine.reasons()
-    name, reason = machine.choice(NUM_RANKS)
+    assert allows in machine.choose(engine="native")[1]
+    name, reason = machine.choose()
     assert name == "reference"
     assert reason.startswith("not native: ranks 0 and 1 share one GPU (NVIDIA H200, UUID uuid-0)")
     assert reason.endswith("\nreference can run")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert "share one GPU" in machine.reasons()  # NCCL 2.28.9
+    assert "share one GPU" in machine.choose(engine="native")[1]  # NCCL 2.28.9
     machine.nccl = nccl(2, 30, 7)
-    assert machine.choice(NUM_RANKS, engine="native") == ("native", "requested by name")
+    assert machine.choose(engine="native") == ("native", "requested by name")
     most = "num_sms 34: at most 33 for each of 3 ranks on NVIDIA H200"
-    assert most in machine.reasons(num_sms=34)
+    assert most in machine.choose(engine="native", num_sms=34)[1]
 
 
 @pytest.mark.parametrize(
@@ -244,23 +244,25 @@ def test_nvlink_domains_and_hosts(
         lambda gpu: replace(own_place(gpu), host=hosts[gpu.index]),
     )
     machine.lsa_size = lsa_size
-    _, reason = machine.choice(NUM_RANKS)
+    _, reason = machine.choose()
     if text is None:
         assert reason == "native can run"
         return
     assert reason.startswith("not native: only 2 of 3 ranks, on ")
     assert text in reason
     remedy = "all have NVLink and CUDA peer" if hosts == "aaa" else "use the engine 'hierarchical'"
-    assert re.search(f"between domains no network; or .*{remedy}", machine.reasons())
+    assert re.search(
+        f"between domains no network; or .*{remedy}", machine.choose(engine="native")[1]
+    )
     # With a network for kernels between them, several domains are as good as one.
     machine.network_problem = ""
-    assert machine.choice(NUM_RANKS) == ("native", "native can run")
+    assert machine.choose() == ("native", "native can run")
     assert sorted(machine.closed) == ["Rails"] * NUM_RANKS + ["Window"] * NUM_RANKS
     # One that brings nothing is none.
     machine.probe = PeerError("put number 1 of rank 0 has not come")
     failed = "(GIN) failed: putting a word to each rail peer: put number 1 of rank 0 has"
-    assert failed in machine.reasons()
-    assert machine.choice(NUM_RANKS)[0] == "reference"
+    assert failed in machine.choose(engine="native")[1]
+    assert machine.choose()[0] == "reference"
 
 
 NOT_NATIVE = "not native: only {} of 4 ranks, on 1 host(s), are in one NVLink"
@@ -302,7 +304,7 @@ def test_auto_takes_what_can_run_on_all_nodes(
     monkeypatch.delenv("NCCLEP_LOCAL_RANKS", raising=False)
     machine.gpus = [Gpu(f"uuid-{r}") for r in range(4)]
     machine.lsa_size, machine.no_access = lsa_size, no_access
-    chosen, reason = machine.choice(4, 8)
+    chosen, reason = machine.choose(4, 8)
     assert chosen == name
     assert all(text in reason for text in says), reason
     assert reason.endswith(f"{name} can run")
@@ -333,10 +335,7 @@ def test_kernels_fit_on_their_gpu(
     assert native_availability.default_num_sms(group, ranks_per_gpu) == num_sms
 
 
-@pytest.mark.skipif(
-    extension.unavailable_reason() is not None,
-    reason=f"nothing to call: {extension.unavailable_reason()}",
-)
+@needs_extension
 def test_the_limits_are_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python let through beyond them would write beyond what is there."""
     native = extension.load()

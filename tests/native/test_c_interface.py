@@ -11,17 +11,11 @@ from pathlib import Path
 
 import pytest
 from c_program import CC, HEADER, LIBRARY, build_example, run
-
-from megatron_ncclep.libraries import extension
+from fakes import needs_extension
 
 CXX = shutil.which("g++")
 STRICT = ("-Wall", "-Wextra", "-pedantic", "-Werror")
 pytestmark = pytest.mark.skipif(CC is None or CXX is None, reason="no gcc and g++ on PATH")
-# tests/test_packaging.py sees to it that there is an extension wherever there is a CUDA toolkit.
-needs_library = pytest.mark.skipif(
-    extension.unavailable_reason() is not None,
-    reason=f"nothing to call: {extension.unavailable_reason()}",
-)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_fields_of_structs_are_only_appended() -> None:
             )
 
 
-@needs_library
+@needs_extension
 def test_the_library_exports_what_the_header_declares() -> None:
     declared = re.findall(r"^NCCLEP_API (?:.*[ *])?(ncclep\w+)\(", HEADER.read_text(), re.MULTILINE)
     symbols = run("nm", "--dynamic", "--defined-only", LIBRARY).stdout
@@ -94,7 +88,7 @@ def test_the_library_exports_what_the_header_declares() -> None:
     assert not [name for name in exported if "ncclep" in name and name not in declared]
 
 
-@needs_library
+@needs_extension
 def test_the_example_compiles_and_reports_errors(tmp_path: Path) -> None:
     """On GPUs `scripts/gpu.py` runs it to its end (tests/gpu/test_gpu_c_example.py)."""
     program = build_example(tmp_path / "example")

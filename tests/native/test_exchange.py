@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from logging.handlers import BufferingHandler
@@ -26,6 +26,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import needs_extension
 from rank_pool import RankContext
 from timeouts import patient
 
@@ -36,9 +37,7 @@ from megatron_ncclep.ranks import shared_memory
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.torch_group import TorchGroup
 
-if extension.unavailable_reason() is not None:
-    # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
-    pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
+pytestmark = needs_extension
 
 # Far more than a test takes; one that waits for it has failed.
 LONG_S, SOON_S = patient(60.0), patient(30.0)
@@ -214,59 +213,40 @@ def test_memory_of_another_group_or_version_is_not_opened() -> None:
             make(file, TOKEN, 3, 1)
 
 
-def refusing(module: Any, name: str) -> Any:
-    """A system that refuses `name`."""
-    return mock.patch.object(module, name, side_effect=PermissionError(1, "not permitted"))
+BIND = shared_memory._Opening.bind
 
 
-@contextmanager
-def foreign_memory() -> Iterator[None]:
-    """Memory of another process arrives before rank 0's."""
-    bind = shared_memory._Opening.bind
-
-    def bind_and_send(opening: Any) -> None:
-        bind(opening)
-        address = shared_memory._address(opening.names[opening.rank])
-        with new_file() as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as another:
-            another.connect(address)
-            socket.send_fds(another, [b"memory"], [file])
-
-    with mock.patch.object(shared_memory._Opening, "bind", bind_and_send):
-        yield
+def bind_and_send(opening: Any) -> None:
+    """Have memory of another process arrive before rank 0's."""
+    BIND(opening)
+    address = shared_memory._address(opening.names[opening.rank])
+    with new_file() as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as another:
+        another.connect(address)
+        socket.send_fds(another, [b"memory"], [file])
 
 
-FIRST, LAST = 0, -1
-# What keeps one rank from sharing memory: on which, what is replaced there, and what rank 0 says.
-IN_THE_WAY: dict[str, tuple[tuple[int, ...], Callable[[], Any], str]] = {
-    "nothing": ((FIRST,), nullcontext, ""),
-    "turned off": (
-        (FIRST, LAST),
-        lambda: mock.patch.dict("os.environ", NCCLEP_HOST_EXCHANGE="0"),
-        "rank {rank}: NCCLEP_HOST_EXCHANGE turns it off",
+NO_FILE, NOT_PERMITTED = (b"memory", [], 0, None), PermissionError(1, "not permitted")
+# What rank 0 says when something keeps one rank from sharing memory, the last or also rank 0, and
+# what is replaced there.
+IN_THE_WAY: dict[str, tuple[bool, Any]] = {
+    "nothing": (False, nullcontext()),
+    "rank {rank}: NCCLEP_HOST_EXCHANGE turns it off": (
+        True, mock.patch.dict("os.environ", NCCLEP_HOST_EXCHANGE="0")
     ),
-    "no extension": (
-        (FIRST, LAST),
-        lambda: mock.patch.object(extension, "unavailable_reason", return_value="there is none"),
-        "rank {rank}: there is none",
+    "rank {rank}: there is none": (
+        True, mock.patch.object(extension, "unavailable_reason", return_value="there is none")
     ),
-    "no sockets": (
-        (FIRST, LAST),
-        lambda: refusing(socket, "socket"),
-        "rank {rank}: [Errno 1] not permitted",
+    "rank {rank}: [Errno 1] not permitted": (
+        True, mock.patch.object(socket, "socket", side_effect=NOT_PERMITTED)
     ),
-    # On another machine, or in another network namespace.
-    "out of reach": (
-        (LAST,),
-        lambda: mock.patch.object(shared_memory, "_address", return_value=b""),
-        "rank 0: rank {rank} is on another node, or in its own network namespace",
+    "rank 0: rank {rank} is on another node, or in its own network namespace": (
+        False, mock.patch.object(shared_memory, "_address", return_value=b"")
     ),
-    "too many files": (
-        (LAST,),
-        lambda: mock.patch.object(socket, "recv_fds", return_value=(b"memory", [], 0, None)),
-        "rank {rank}: no file descriptor came with rank 0's message",
+    "rank {rank}: no file descriptor came with rank 0's message": (
+        False, mock.patch.object(socket, "recv_fds", return_value=NO_FILE)
     ),
-    "foreign memory": ((LAST,), foreign_memory, "rank {rank}: "),
-}
+    "rank {rank}: ": (False, mock.patch.object(shared_memory._Opening, "bind", bind_and_send)),
+}  # fmt: skip
 
 
 def open_files() -> list[str]:
@@ -284,14 +264,17 @@ def open_files() -> list[str]:
 
 @pytest.mark.needs_ranks(2)
 @pytest.mark.parametrize(
-    ("obstacle", "rank"),
-    [(obstacle, rank) for obstacle, (ranks, *_) in IN_THE_WAY.items() for rank in ranks],
+    ("said", "rank"),
+    [
+        (said, rank)
+        for said, (both, _) in IN_THE_WAY.items()
+        for rank in ((0, -1) if both else (-1,))
+    ],
 )
-def test_all_ranks_share_memory_or_none_does(ctx: RankContext, obstacle: str, rank: int) -> None:
+def test_all_ranks_share_memory_or_none_does(ctx: RankContext, said: str, rank: int) -> None:
     """Ranks of one node went over the process group in silence, a hundred times as slow."""
     mine = torch.tensor([ctx.rank, 10 * ctx.rank])
-    ranks = list(range(ctx.num_ranks))
-    expected = [[r, 10 * r] for r in ranks]
+    expected = [[rank, 10 * rank] for rank in range(ctx.num_ranks)]
     logged = BufferingHandler(100)
     logged.setLevel(logging.INFO)
     with new_group(ctx) as group:
@@ -300,30 +283,28 @@ def test_all_ranks_share_memory_or_none_does(ctx: RankContext, obstacle: str, ra
             get_logger().addHandler(logged)
             stack.callback(get_logger().removeHandler, logged)
             if ctx.rank == (rank := rank % ctx.num_ranks):
-                stack.enter_context(IN_THE_WAY[obstacle][1]())
+                stack.enter_context(IN_THE_WAY[said][1])
             for _ in range(2):
                 assert group.hosts.gather(mine, "test", LONG_S).tolist() == expected
         uses_memory = group.hosts.link._memory is not None
         assert len(open_files()) == len(before) + uses_memory
-        assert (
-            group.hosts.agree("plan", {"top_k": 2}, None, LONG_S, payload=ctx.rank).gathered
-            == ranks
-        )
+        agreed = group.hosts.agree("plan", {"top_k": 2}, None, LONG_S, payload=ctx.rank)
+        assert agreed.gathered == list(range(ctx.num_ranks))
         assert (group.hosts.link._memory is not None) == uses_memory  # chosen once
-        problems = group.hosts.gather_problems(
-            "too large" if ctx.rank == 1 else None, "plan", LONG_S
-        )
+        problem = "too large" if ctx.rank == 1 else None
+        problems = group.hosts.gather_problems(problem, "plan", LONG_S)
         process_group = group.torch.process_group
         group.close()
         assert open_files() == before
         again = EpGroup.of(process_group)  # which is open, and chooses again
         assert again.hosts.gather(mine, "test", LONG_S).tolist() == expected
         assert again.hosts.link._memory is not None
-    assert (uses_memory, problems) == (obstacle == "nothing", "rank 1: too large")
+    assert (uses_memory, problems) == (said == "nothing", "rank 1: too large")
     lines = [record.getMessage() for record in logged.buffer]
-    assert len(lines) == (ctx.rank == 0 and obstacle != "nothing"), lines  # once
-    said = IN_THE_WAY[obstacle][2].format(rank=rank)
-    assert all(said in line and "over the process group" in line for line in lines), lines
+    assert len(lines) == (ctx.rank == 0 and said != "nothing"), lines  # once
+    assert all(
+        said.format(rank=rank) in line and "over the process group" in line for line in lines
+    ), lines
 
 
 def test_ranks_without_shared_memory_refuse_to_agree_in_a_cuda_graph(

@@ -6,8 +6,8 @@ import inspect
 import re
 from typing import Any
 
-import pytest
 from fake_extension import members
+from fakes import needs_extension
 
 from megatron_ncclep.libraries import extension
 
@@ -34,10 +34,7 @@ def bound(thing: Any) -> list[str] | None:
     return re.findall(r"(?:^|, )(?!self)(\*|\w+)(?=[:,)])", text)
 
 
-@pytest.mark.skipif(
-    extension.unavailable_reason() is not None,
-    reason=f"nothing to compare: {extension.unavailable_reason()}",
-)
+@needs_extension
 def test_the_stub_is_what_pybind11_binds() -> None:
     module = extension.load()
     for owner in ("", *(n for n, thing in vars(module).items() if isinstance(thing, type))):

@@ -34,64 +34,49 @@ def batch(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, topk_idx, torch.zeros(num_tokens, TOP_K)
 
 
-def ctas_of(ll: LowLatency, num_tokens: int) -> list[tuple[str, int]]:
-    """Make a dispatch and a combine; returns how many CTAs each has."""
-    native: Any = ll._calls._native
-    native.calls.clear()
-    ll.combine(ll.dispatch(*batch(num_tokens)).rows)
-    return [(name, arguments.num_ctas) for name, arguments in native.calls]
-
-
-def test_a_rank_with_few_tokens_adds_up_what_many_bring() -> None:
-    """On a rank with one token of its own and 128 received rows a combine had 8 CTAs, and took 34
-    us instead of 13: no test had ranks with such different batches.
-    """
-
-    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        ll, _ = make(engine)
-        assert ctas_of(ll, 1) == [("dispatch", 8), ("combine", 32)]  # 16 tokens' worth
-        assert ctas_of(ll, 40) == [("dispatch", 80), ("combine", 80)]
-        assert ctas_of(ll, 128) == [("dispatch", 100), ("combine", 100)]
-
-    on_ranks(use, 1)
-
-
 @pytest.mark.parametrize(
-    ("sms", "num_sms", "most"), [(78, None, 46), (132, None, 100), (160, None, 120), (132, 24, 24)]
+    ("sms", "num_sms", "others", "num_tokens", "of_dispatch", "of_combine"),
+    [
+        # On a rank with one token of its own and 128 received rows a combine had 8 CTAs, and took
+        # 34 us instead of 13: no test had ranks with such different batches.
+        (132, None, 0, 1, 8, 32),  # 16 tokens' worth
+        (132, None, 0, 40, 80, 80),
+        # Combine took every SM of GPUs with up to 120.  While it waited for another rank, whose
+        # NCCL kernel had started first, NCCL found none here: each waited for the other.
+        (132, None, 0, 128, 100, 100),
+        (78, None, 0, 128, 46, 46),
+        (160, None, 0, 128, 120, 120),
+        (132, 24, 0, 128, 24, 24),
+        # Combines of two groups had 100 CTAs each: two GPUs that began with different ones were
+        # stuck.  Objects of one group take turns.
+        (132, None, 1, 128, 50, 50),
+        (132, None, 2, 128, 50, 50),
+    ],
 )
-def test_sms_are_left_to_nccl(
-    monkeypatch: pytest.MonkeyPatch, sms: int, num_sms: int | None, most: int
-) -> None:
-    """Combine took every SM of GPUs with up to 120.  While it waited for another rank, whose NCCL
-    kernel had started first, NCCL found none here: each waited for the other.  `num_sms` is limited
-    when the engine is made, by the same function.
+def test_how_many_sms_a_call_takes(
+    sms: int, num_sms: int | None, others: int, num_tokens: int, of_dispatch: int, of_combine: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As few as its rows need, and never those that NCCL and the objects of other groups need.
+
+    `num_sms` is limited when the engine is made, by the same function.
     """
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus_with(sms))
     assert native_availability.most_sms(sms) == sms - native_availability.SMS_FOR_NCCL
 
     def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        assert ctas_of(make(engine)[0], MAX_TOKENS) == [("dispatch", most), ("combine", most)]
-
-    on_ranks(use, 1, num_sms=num_sms)
-
-
-def test_groups_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Combines of two groups had 100 CTAs each: two GPUs that began with different ones were stuck.
-
-    Objects of one group take turns.
-    """
-
-    def use(engine: NativeEngine, native: FakeGroup, rank: int) -> None:
-        other = SimpleNamespace(num_low_latency=0)
-        monkeypatch.setattr(ranks_group, "_groups", [engine.group, other])
-        made = [make(engine)[0] for _ in range(2)]
-        for other.num_low_latency, most in ((0, 100), (1, 50), (2, 50)):
-            assert ctas_of(made[0], MAX_TOKENS) == [("dispatch", most), ("combine", most)]
-        for each in made:
+        groups = [engine.group, SimpleNamespace(num_low_latency=others)]
+        monkeypatch.setattr(ranks_group, "_groups", groups)
+        made = [make(engine) for _ in range(2)]
+        ll, calls = made[0]
+        ll.combine(ll.dispatch(*batch(num_tokens)).rows)
+        found = [(name, arguments.num_ctas) for name, arguments in calls._native.calls]
+        assert found == [("dispatch", of_dispatch), ("combine", of_combine)]
+        for each, _ in made:
             each.close()
         assert engine.group.num_low_latency == 0
 
-    on_ranks(use, 1)
+    on_ranks(use, 1, num_sms=num_sms)
 
 
 def test_a_rank_without_memory_tells_the_others() -> None:

@@ -19,7 +19,6 @@ from fake_extension import (
     FakeExtension,
     FakeFailure,
     FakeGroup,
-    arguments_of,
     on_ranks,
 )
 
@@ -27,7 +26,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.native.group import NativeGroup, tokens_of_windows
 from megatron_ncclep.engines.native.plan import NativePlan
-from megatron_ncclep.errors import InputError, LibraryError, PeerError, RefusedError
+from megatron_ncclep.errors import InputError, PeerError, RefusedError
 
 LATE = FakeFailure(phase="dispatch", peer=2, operation=41, deadline_s=1.5)
 TEXT = (
@@ -270,31 +269,6 @@ def test_what_the_device_found_is_told(
         group_of(native, **told).raise_failure()
 
 
-@pytest.mark.parametrize("is_dead", [False, True], ids=["a device", "a dead device"])
-def test_a_launch_that_fails_on_one_rank_is_refused(
-    native: FakeGroup, capsys: pytest.CaptureFixture[str], is_dead: bool
-) -> None:
-    """In a green context with few SMs it did: the other ranks waited for their whole deadline."""
-    reason = "launching dispatch failed: too many blocks in cooperative launch"
-    native.answers["dispatch"] = LibraryError(reason)
-    if is_dead:
-        native.answers["refuse"] = LibraryError("an illegal memory access")
-    group = group_of(native)
-
-    def launch() -> None:
-        names = arguments_of("GroupHandle", "dispatch")._fields
-        with group.refusing("dispatch"):
-            native.dispatch(**dict.fromkeys(names))
-
-    with pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$"):
-        launch()
-    assert capsys.readouterr().out == f"dispatch: rank 1: {reason}\n"  # to the other ranks
-    assert native.named("refuse") == [("dispatch", STREAM)]
-    group.group.size = 1
-    with pytest.raises(LibraryError, match=f"^{reason}$"):
-        launch()
-
-
 def test_a_refusal_is_the_error_of_all_later_calls(
     native: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,12 +279,3 @@ def test_a_refusal_is_the_error_of_all_later_calls(
         assert str(caught.value) == "dispatch: rank 1: x is wrong"
     assert capsys.readouterr().out == "dispatch: rank 1: x is wrong\n"  # to the other ranks
     assert native.calls[0] == ("refuse", ("dispatch", STREAM))
-
-
-def test_a_group_of_one_rank_goes_on_after_a_refusal(native: FakeGroup) -> None:
-    group = group_of(native)
-    group.group.size = 1
-    with pytest.raises(InputError, match=r"^dispatch: rank 1: x is wrong$"):
-        group.refuse("dispatch", "x is wrong")
-    group.raise_failure()
-    assert native.calls == []

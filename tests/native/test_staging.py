@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fakes import Recorder, ThreadGroup, compile_fake, on_threads
+from fakes import Recorder, ThreadGroup, compile_fake, needs_extension, on_threads
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.nccl_ep import staging as nccl_ep_staging
@@ -27,9 +27,7 @@ from megatron_ncclep.libraries import extension
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.libraries.nccl_ep import FIXED_ORDER, PULL_PUSH, NcclEpLibrary
 
-if extension.unavailable_reason() is not None:
-    # tests/test_packaging.py sees to it that there is one wherever there is a CUDA toolkit.
-    pytest.skip(f"nothing to call: {extension.unavailable_reason()}", allow_module_level=True)
+pytestmark = needs_extension
 
 NUM_RANKS, NUM_EXPERTS, TOP_K = 2, 8, 2
 CONFIG = EpConfig(engine="nccl_ep", timeout_s=30.0)
