@@ -6,9 +6,13 @@ run, machines not examined.
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import os
+import re
 import sys
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -21,33 +25,18 @@ from benchmarks import plot
 from megatron_ncclep import cli
 from megatron_ncclep.benchmark import result
 
-# Options of each command, and words with which it gets somewhere.
-OPTIONS = {
-    "train": (
-        "--model --set --steps --seed --dispatcher --compare --text --resume --overwrite --ranks "
-        "--expert-parallel --device --save-every --exit-at-step --print-every --out "
-        "--ncclep-alignment --ncclep-timeout-s --ncclep-num-sms --ncclep-max-recv-rows",
-        "--device cpu --out d",
-    ),
-    "run": ("--cpu", "s.py"),
-    "render": (
-        "--model --dispatcher --cluster --script --nproc --one-line --",
-        "--model tiny --dispatcher ncclep --cluster local-cpu",
-    ),
-    "bench": (
-        "--config --subjects --ranks --device --samples --warmup --mode --out --overwrite",
-        "--smoke --overwrite --out d",
-    ),
-    "doctor": ("--json --ranks", ""),
-    "env": ("", ""),
-    # Of a checkout.
-    "benchmarks": (
-        "--config --subjects --ranks --device --samples --warmup --max-recv-rows --out --overwrite",
-        "--smoke --overwrite --out d",
-    ),
-    "plot": ("-o --out --subjects", "bench.json"),
-}
 OF_A_CHECKOUT = {"benchmarks": benchmarks.main, "plot": plot.main}
+# Words with which each command gets somewhere.
+RIGHT = {
+    "train": "--device cpu --out d",
+    "run": "s.py",
+    "render": "--model tiny --dispatcher ncclep --cluster local-cpu",
+    "bench": "--smoke --overwrite --out d",
+    "doctor": "",
+    "env": "",
+    "benchmarks": "--smoke --overwrite --out d",
+    "plot": "bench.json",
+}
 RESULT = Path(__file__).parents[2] / "benchmarks/results/2026-11-22-2xH200-native/bench.json"
 FILES = {
     "text.txt": "some text " * 20, "empty.txt": "", "list.yaml": "[1]", "s.py": "pass",
@@ -94,10 +83,10 @@ def describe(prefix: str, end_token: int | None) -> dict[str, float]:
             "num_valid_tokens": size, "unigram_entropy": 1.0}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", RIGHT)
 @settings(FUZZ, max_examples=120)
 @given(
-    groups=st.lists(st.tuples(st.integers(0, 30), known | words | odd_words), max_size=4),
+    groups=st.lists(st.tuples(st.integers(0, 40), known | words | odd_words), max_size=4),
     starts_well=st.booleans(),
 )
 @example(groups=[], starts_well=True)
@@ -105,10 +94,21 @@ def test_any_words(
     here: None, name: str, groups: list[tuple[int, str]], starts_well: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    options, right = OPTIONS[name]
-    flags = [*options.split(), ""]
+    flags = options_of(name)
     given_words = [word for i, word in groups for word in (flags[i % len(flags)], word) if word]
-    run([name, *(right.split() if starts_well else []), *given_words], capsys)
+    run([name, *(RIGHT[name].split() if starts_well else []), *given_words], capsys)
+
+
+@functools.cache
+def options_of(name: str) -> list[str]:
+    """What the command's help names, and that no option comes before a word."""
+    with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+        main(name, ["--help"])
+    return [*sorted(set(re.findall(r"(?<!\w)--?[a-z][\w-]*", said.getvalue()))), "--", ""]
+
+
+def main(name: str, words: list[str]) -> int:
+    return OF_A_CHECKOUT[name](words) if name in OF_A_CHECKOUT else cli.main([name, *words])
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,8 +116,7 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     status, usage = None, None
     try:
-        name, *rest = arguments
-        status = OF_A_CHECKOUT[name](rest) if name in OF_A_CHECKOUT else cli.main(arguments)
+        status = main(arguments[0], arguments[1:])
     except SystemExit as end:
         usage = end.code
     printed = capsys.readouterr().err
@@ -163,4 +162,4 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 def test_every_command_is_tried() -> None:
-    assert set(OPTIONS) == set(cli.COMMANDS) | set(OF_A_CHECKOUT)
+    assert set(RIGHT) == set(cli.COMMANDS) | set(OF_A_CHECKOUT)
