@@ -29,19 +29,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("link", links)
 
 
-def assert_no_answer(
-    texts: dict[int, str], num_ranks: int, phase: str, culprit: int, reason: str
-) -> None:
-    """The ranks say where they waited and, with a `reason`, for whom.
+def assert_no_answer(texts: list[str], culprit: int, phase: str, reason: str) -> None:
+    """All ranks but the culprit say where they waited and, with a `reason`, for whom.
 
     A rank may learn first that another one has given up or left, and name that one; whoever gave up
     first names the culprit.
     """
-    for rank, text in texts.items():
+    others = {rank: text for rank, text in enumerate(texts) if rank != culprit}
+    for rank, text in others.items():
         on_device = rf"rank \d did not come in {phase}, operation \d+ of the group "
         on_host = rf"expert-parallel group in {phase}(, [\w ]+| between nodes)* "
         pattern = (
-            rf"PeerError: rank {rank} of {num_ranks}: (no answer from the other ranks of the "
+            rf"PeerError: rank {rank} of {len(texts)}: (no answer from the other ranks of the "
             rf"{on_host}|{on_device})"
             rf"\(deadline ({DEADLINE_S:g}|{LONG_S:g}) s\): "
         )
@@ -51,38 +50,32 @@ def assert_no_answer(
     if reason:
         # A device gives up before a process that takes its time to end is gone.
         of_culprit = rf"rank {culprit} ({reason}|did not come in {phase}, operation)"
-        assert any(re.search(of_culprit, text) for text in texts.values()), texts
+        assert any(re.search(of_culprit, text) for text in others.values()), texts
 
 
-def others(texts: list[str], culprit: int) -> dict[int, str]:
-    """What all ranks but the culprit said."""
-    return {rank: text for rank, text in enumerate(texts) if rank != culprit % len(texts)}
-
-
-# Where the others wait, what they say of the culprit, and what it says itself.
+# What the others say of the culprit, and what it says itself.
 DOES_NOT_COME = {
-    "dies": ("dispatch", DIED, ""),
-    "raises": ("dispatch", LEFT, "ArithmeticError: the loss is NaN"),
-    "destroys": ("dispatch", LEFT, "GroupClosedError: the .* process group was destroyed"),
-    "comes_late": ("dispatch", "did not come", "PeerError: .* in (dispatch|plan)"),
+    "dies": (DIED, ""),
+    "raises": (LEFT, "ArithmeticError: the loss is NaN"),
+    "destroys": (LEFT, "GroupClosedError: the .* process group was destroyed"),
+    "comes_late": ("did not come", "PeerError: .* in (dispatch|plan)"),
 }
 FAILS_INSIDE = {
-    "dies_in_dispatch": ("dispatch", DIED, ""),
-    "runs_out_of_memory": ("dispatch", LEFT, "RuntimeError: .*can't allocate memory"),
+    "dies_in_dispatch": (DIED, ""),
+    "runs_out_of_memory": (LEFT, "RuntimeError: .*can't allocate memory"),
 }
 
 
 @pytest.mark.parametrize("fault", DOES_NOT_COME)
 def test_a_rank_that_does_not_come(end_of: Callable[..., list[str]], link: str, fault: str) -> None:
-    phase, reason, own = DOES_NOT_COME[fault]
-    texts = end_of(fault, **LINKS[link])
-    last = len(texts) - 1
+    reason, own = DOES_NOT_COME[fault]
+    *_, last = texts = end_of(fault, **LINKS[link])
     shared = link == "shared memory"
-    assert_no_answer(others(texts, last), len(texts), phase, last, reason if shared else "")
-    assert re.match(own or "$", texts[last]), texts
+    assert_no_answer(texts, len(texts) - 1, "dispatch", reason if shared else "")
+    assert re.match(own or "$", last), texts
     if fault == "comes_late" and shared:
         # When it comes, it hears at once what became of the others.
-        assert re.search(rf"rank \d (gave up|did not come in dispatch|{LEFT})", texts[last]), texts
+        assert re.search(rf"rank \d (gave up|did not come in dispatch|{LEFT})", last), texts
 
 
 # On GPUs no host waits inside a step; tests/faults/test_device.py has these faults there.
@@ -93,11 +86,10 @@ def test_a_rank_that_fails_inside_a_step(end_of: Callable[..., list[str]], fault
 
     They used to say only what gloo says, which names an address: "Connection reset by peer".
     """
-    phase, reason, own = FAILS_INSIDE[fault]
-    texts = end_of(fault)
-    last = len(texts) - 1
-    assert_no_answer(others(texts, last), len(texts), phase, last, reason)
-    assert re.match(own or "$", texts[last]), texts
+    reason, own = FAILS_INSIDE[fault]
+    *_, last = texts = end_of(fault)
+    assert_no_answer(texts, len(texts) - 1, "dispatch", reason)
+    assert re.match(own or "$", last), texts
 
 
 def test_a_rank_that_dies_while_memory_is_shared_leaves_none(
@@ -105,7 +97,7 @@ def test_a_rank_that_dies_while_memory_is_shared_leaves_none(
 ) -> None:
     texts = end_of("dies_while_opening")
     assert texts[0] == ""
-    assert_no_answer(others(texts, 0), len(texts), "open", 0, "")
+    assert_no_answer(texts, 0, "open", "")
 
 
 def test_a_rank_that_leaves_out_a_call(end_of: Callable[..., list[str]], engine_name: str) -> None:
