@@ -142,12 +142,12 @@ def test_a_rank_without_memory_for_routes_tells_the_others(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They had gone on, and waited for it in their next plan until the deadline."""
-    new_empty, no_memory = torch.Tensor.new_empty, 2**40
+    new_empty = torch.Tensor.new_empty
 
-    def on_a_small_gpu(tensor: torch.Tensor, *size: int, **options: Any) -> torch.Tensor:
-        if size == (no_memory,):
+    def on_a_small_gpu(tensor: torch.Tensor, size: int) -> torch.Tensor:
+        if size > MANY:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 TiB")
-        return new_empty(tensor, *size, **options)
+        return new_empty(tensor, size)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", on_a_small_gpu)
 
@@ -155,20 +155,16 @@ def test_a_rank_without_memory_for_routes_tells_the_others(
         if rank != num_ranks - 1:
             engine.plan(assignments(10))
             return
-        native.sizes, right = FakePlanSizes(num_assignments=MANY), native.answers["routes_size"]
-        native.answers["routes_size"] = lambda pairs, received, _: (
-            no_memory if received == MANY else pairs + received
-        )
+        native.sizes = FakePlanSizes(num_assignments=MANY)
+        text = "no GPU memory for a plan's routes: CUDA out"
         for _ in range(num_ranks):
-            with pytest.raises(
-                InputError, match="no GPU memory for a plan's routes: CUDA out"
-            ) as e:
+            with pytest.raises(InputError, match=text) as caught:
                 engine.plan(assignments(10))
-            assert e.type is (InputError if num_ranks == 1 else RefusedError)
+            assert caught.type is (InputError if num_ranks == 1 else RefusedError)
         assert native.named("plan_receive") == []
         assert native.named("refuse") == [("plan", STREAM)] * (num_ranks - 1)
         if num_ranks == 1:
-            native.answers["routes_size"] = right
+            native.sizes = FakePlanSizes()
             engine.plan(assignments(10))
 
     on_ranks(plan, num_ranks)
