@@ -1,0 +1,170 @@
+// What FP8 GEMMs use of Hopper: tensor maps, barriers of a cluster, products of warpgroups.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace ncclep::hopper {
+
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// --- clusters ------------------------------------------------------------------------------------
+
+__device__ inline int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster meet.
+__device__ inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// --- barriers in shared memory -------------------------------------------------------------------
+
+__device__ inline void init_barrier(std::uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// After init_barrier, before other CTAs of the cluster and copies use them.
+__device__ inline void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and lets the phase wait for `bytes` of copies too.
+__device__ inline void arrive_and_expect(std::uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Arrives at the barrier at the same address in CTA `rank` of the cluster.
+__device__ inline void arrive_at(std::uint64_t* barrier, int rank) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(
+          shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+// Waits until the phase of this parity is complete.
+__device__ inline void wait(std::uint64_t* barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// --- copies into shared memory -------------------------------------------------------------------
+
+// Copies the box of a tensor map at (x, y), x being the coordinate of contiguous elements; rows
+// beyond the tensor are zeros.
+__device__ inline void load_box(void* shared, const CUtensorMap& map, int x, int y,
+                                std::uint64_t* full) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(full))
+      : "memory");
+}
+
+// The same into the same place of each CTA in the mask `ctas`, and their barriers.
+__device__ inline void load_box_for(std::uint16_t ctas, void* shared, const CUtensorMap& map, int x,
+                                    int y, std::uint64_t* full) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(full)), "h"(ctas)
+      : "memory");
+}
+
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// --- products ------------------------------------------------------------------------------------
+
+template <int kRegisters>
+__device__ inline void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// A matrix in shared memory as products take it: rows of 128 bytes, each group of eight rows
+// swizzled as a tensor map with CU_TENSOR_MAP_SWIZZLE_128B leaves it, 1024-byte aligned.
+__device__ inline std::uint64_t describe(const void* rows) {
+  constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
+  constexpr std::uint64_t kGroupBytes = std::uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kGroupBytes | (std::uint64_t{1} << 16) | (shared_address(rows) >> 4);
+}
+
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// d (+)= a @ b^T: a [64, 32] and b [128, 32] in e4m3, d [64, 128] in fp32, for one warpgroup.
+// Thread t has, for i < 16, d[4 i + {0, 1}]: row 16 (t / 32) + t % 32 / 4, columns 8 i + 2 (t % 4)
+// and the next one; d[4 i + {2, 3}]: the same eight rows below.
+__device__ inline void multiply(float (&d)[64], std::uint64_t a, std::uint64_t b, bool adds) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1; }\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+}
+
+// --- memory --------------------------------------------------------------------------------------
+
+// Adds to two neighbours, 8-byte aligned, without waiting; subnormal sums become zero.
+__device__ inline void add_pair(float* to, float a, float b) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b)
+               : "memory");
+}
+
+// --- values --------------------------------------------------------------------------------------
+
+// Four values as e4m3, the first one in the lowest byte; what is larger becomes the largest one.
+__device__ inline std::uint32_t to_fp8(float a, float b, float c, float d) {
+  std::uint32_t bytes;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+      : "=r"(bytes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return bytes;
+}
+
+}  // namespace ncclep::hopper

@@ -1,0 +1,252 @@
+// Products of experts' FP8 rows: three warpgroups of a CTA, one that loads and two that multiply.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "experts/hopper.cuh"
+#include "experts/tiles.cuh"
+
+namespace ncclep::experts {
+
+constexpr int kStages = 4;
+constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
+constexpr int kGemmThreads = (kMultipliers + 1) * 128;
+constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
+constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
+constexpr int kWarpOut = 16 * kBlock * 2;  // bytes of a warp's half of bf16 results
+
+struct Gemm {
+  const std::int32_t* offsets;  // [num_experts + 1]: where each expert's rows begin and end
+  int num_experts;
+  int rows;               // of a weight gradient; 0: these are the experts' rows
+  int columns, depth;     // of the result; and what is summed, unless that is the experts' rows
+  const float* scales_b;  // [num_experts, columns / 128, depth / 128]: of weights
+  void* out;              // bf16 [num_rows, columns], or fp32 [num_experts, rows, columns]
+  bool adds;              // to `out`, fp32
+};
+
+struct __align__(1024) GemmShared {
+  char a[kStages][kBytesOfA], b[kStages][kBytesOfB];
+  float scales_a[kStages][kTileRows];
+  std::uint64_t full[kStages], empty[kStages];
+};
+struct __align__(1024) RowsShared : GemmShared {
+  char out[kMultipliers * 4][kWarpOut];
+};
+struct __align__(1024) WeightsShared : GemmShared {
+  float scales_b[kStages][kTileColumns];
+};
+
+struct GemmMaps {
+  CUtensorMap a, b, scales_a, scales_b;
+};
+
+// Where a pipeline of kStages is.
+struct Stage {
+  int index = 0, parity = 0;
+  __device__ void advance() {
+    if (++index == kStages) index = 0, parity ^= 1;
+  }
+};
+
+template <bool kIsWeights>
+__device__ int first_step(const Tile& tile) {
+  return kIsWeights ? tile.first_block : 0;
+}
+template <bool kIsWeights>
+__device__ int end_step(const Tile& tile, const Gemm& gemm) {
+  return kIsWeights ? tile.end_block : gemm.depth / kBlock;
+}
+template <bool kIsWeights>
+__device__ int first_row(const Tile& tile, int cta) {
+  return (kIsWeights ? 0 : tile.first_row) + (tile.pair * kClusterCtas + cta) * kTileRows;
+}
+
+// One thread loads: its CTA's rows of a, half of the columns of b for both CTAs, and scales.
+template <bool kIsWeights, typename Shared>
+__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& shared, int cta) {
+  constexpr int kHalfBytes = kBytesOfB / kClusterCtas, kHalfRows = kTileColumns / kClusterCtas;
+  constexpr int kScaleBytes = (kTileRows + (kIsWeights ? kTileColumns : 0)) * 4;
+  Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
+  Stage stage;
+  for (Tile tile; tiles.next(tile);) {
+    const int row = first_row<kIsWeights>(tile, cta), end = end_step<kIsWeights>(tile, gemm);
+    const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
+    for (int step = first_step<kIsWeights>(tile); step < end; ++step, stage.advance()) {
+      const int s = stage.index;
+      hopper::wait(&shared.empty[s], stage.parity ^ 1);
+      std::uint64_t* full = &shared.full[s];
+      hopper::arrive_and_expect(full, kBytesOfA + kBytesOfB + kScaleBytes);
+      hopper::load_box(shared.a[s], maps.a, step * kBlock, row, full);
+      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b,
+                           step * kBlock, column + cta * kHalfRows, full);
+      hopper::load_box(shared.scales_a[s], maps.scales_a, row, step, full);
+      if constexpr (kIsWeights) {
+        hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
+      }
+    }
+  }
+}
+
+// total += product * scales, what one half of a step adds.  `rows`: scales of a thread's two rows.
+__device__ inline void promote(float (&total)[64], const float (&product)[64],
+                               const float (&rows)[2]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) total[i] += product[i] * rows[i / 2 % 2];
+}
+// The same, where every column has a scale too.
+__device__ inline void promote(float (&total)[64], const float (&product)[64],
+                               const float (&rows)[2], const float* columns) {
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+    const float2 scale = *reinterpret_cast<const float2*>(columns + 2 * i);
+    total[i] += product[i] * (rows[0] * scale.x);
+    total[i + 1] += product[i + 1] * (rows[0] * scale.y);
+    total[i + 2] += product[i + 2] * (rows[1] * scale.x);
+    total[i + 3] += product[i + 3] * (rows[1] * scale.y);
+  }
+}
+
+// Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
+__device__ inline void write_rows(const float (&total)[64], char* staging, __nv_bfloat16* out,
+                                  int columns, int num_rows) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
+    *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
+                                       lane % 4 * 4) = pair;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = 2 * i + lane / 16, chunk = lane % 16;
+    const uint4 values =
+        *reinterpret_cast<const uint4*>(staging + row * 256 + (chunk ^ (row & 7)) * 16);
+    if (row < num_rows) {
+      *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(row) * columns + chunk * 8) =
+          values;
+    }
+  }
+  __syncwarp();
+}
+
+// Writes or adds a warp's 16 x 128 sums to fp32.
+__device__ inline void write_weights(const float (&total)[64], float* out, int columns, bool adds) {
+  const int lane = threadIdx.x % 32;
+  out += static_cast<std::int64_t>(lane / 4) * columns + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    float* to = out + i / 2 % 2 * 8 * columns + i / 4 * 8;
+    if (adds) {
+      hopper::add_pair(to, total[i], total[i + 1]);  // no other thread adds there
+    } else {
+      *reinterpret_cast<float2*>(to) = float2{total[i], total[i + 1]};
+    }
+  }
+}
+
+// Two warpgroups multiply.
+template <bool kIsWeights, typename Shared>
+__device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int own_row = warp * 16;  // of the tile: this warp's first one
+  Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
+  Stage stage;
+  for (Tile tile; tiles.next(tile);) {
+    const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
+    const float* scales_b = nullptr;  // of the two halves: of weights
+    const int num_blocks = gemm.depth / kBlock;
+    if constexpr (!kIsWeights) {
+      scales_b =
+          gemm.scales_b +
+          static_cast<std::int64_t>(tile.expert * gemm.columns + tile.column) / kBlock * num_blocks;
+    }
+    float total[kHalves][64];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) total[half][i] = 0;
+    }
+    for (int step = first; step < end; ++step, stage.advance()) {
+      float of_half[kHalves];
+      if constexpr (!kIsWeights) {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          of_half[half] = __ldg(scales_b + half * num_blocks + step);
+        }
+      }
+      const int s = stage.index;
+      hopper::wait(&shared.full[s], stage.parity);
+      const float of_rows[2] = {shared.scales_a[s][own_row + lane / 4],
+                                shared.scales_a[s][own_row + lane / 4 + 8]};
+      const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const std::uint64_t b = hopper::describe(shared.b[s] + half * kBytesOfB / kHalves);
+        float product[64];
+        hopper::begin_products();
+#pragma unroll
+        for (int k = 0; k < kBlock / 32; ++k) {
+          hopper::multiply(product, a + k * 2, b + k * 2, k > 0);  // 32 bytes further
+        }
+        hopper::end_products();
+        hopper::wait_for_products();
+        if constexpr (kIsWeights) {
+          promote(total[half], product, of_rows, shared.scales_b[s] + half * kBlock + lane % 4 * 2);
+        } else {
+          if (half == kHalves - 1 && lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+          const float scales[2] = {of_rows[0] * of_half[half], of_rows[1] * of_half[half]};
+          promote(total[half], product, scales);
+        }
+      }
+      if constexpr (kIsWeights) {
+        __syncwarp();  // all its lanes have read the scales
+        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+      }
+    }
+    const int row = first_row<kIsWeights>(tile, cta) + own_row;
+    const auto write = [&](const float (&sums)[64], int column) {
+      if constexpr (kIsWeights) {
+        if (first == end && gemm.adds) return;
+        float* out = static_cast<float*>(gemm.out) +
+                     (static_cast<std::int64_t>(tile.expert) * gemm.rows + row) * gemm.columns +
+                     column;
+        write_weights(sums, out, gemm.columns, gemm.adds);
+      } else {
+        __nv_bfloat16* out = static_cast<__nv_bfloat16*>(gemm.out) +
+                             static_cast<std::int64_t>(row) * gemm.columns + column;
+        write_rows(sums, shared.out[warp], out, gemm.columns, tile.end_row - row);
+      }
+    };
+    static_assert(kHalves == 2);  // a loop would put the sums into local memory
+    write(total[0], tile.column);
+    write(total[1], tile.column + kBlock);
+  }
+}
+
+template <bool kIsWeights, typename Shared>
+__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared) {
+  const int cta = hopper::cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      hopper::init_barrier(&shared.full[s], 1);
+      hopper::init_barrier(&shared.empty[s], kClusterCtas * kMultipliers * 4);
+    }
+    hopper::fence_barriers();
+  }
+  hopper::cluster_barrier();
+  if (threadIdx.x >= kMultipliers * 128) {
+    hopper::lower_registers<40>();
+    if (threadIdx.x == kMultipliers * 128) load_tiles<kIsWeights>(maps, gemm, shared, cta);
+  } else {
+    hopper::raise_registers<232>();
+    multiply_tiles<kIsWeights>(gemm, shared, cta);
+  }
+  hopper::cluster_barrier();  // a CTA's memory exists until the other one has done with it
+}
+
+}  // namespace ncclep::experts

@@ -1,0 +1,234 @@
+// What FP8 products use of Hopper (csrc/experts/hopper.cuh), on the emulator.
+//
+// A copy happens at some time until its barrier is complete, a product either when it is asked for
+// or when it is waited for.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "emulator.h"
+
+struct CUtensorMap {
+  const char* base;
+  long width, height;  // of the tensor, in elements
+  int element, box_width, box_height;
+  bool is_swizzled;
+};
+
+inline bool isinf(float value) { return std::isinf(value); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1 / a; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float a) { return std::exp(a); }
+inline float __shfl_xor_sync(unsigned int, float value, int distance) {
+  const long* given = emu::exchange(__float_as_uint(value));
+  return __uint_as_float(static_cast<unsigned int>(given[emu::lane() ^ distance]));
+}
+
+namespace ncclep::hopper {
+
+struct Barrier {
+  int arrivals, missing, parity = 0;
+  long bytes = 0;
+  // Completes a phase: those who wait for its parity go on.
+  void settle() {
+    EMU_REQUIRE(missing >= 0);
+    if (missing > 0 || bytes != 0) return;
+    parity ^= 1;
+    missing = arrivals;
+  }
+};
+struct BoxCopy {
+  char* to;
+  CUtensorMap map;
+  long x, y;
+  Barrier* full;
+};
+struct Product {
+  float* sums;
+  std::uint64_t a, b;
+  bool adds;
+};
+
+inline std::map<int, char*> shared_of;  // by CTA
+inline std::map<const void*, Barrier> barriers;
+inline std::vector<BoxCopy> copies;  // that have not happened
+inline std::map<emu::Fiber*, std::vector<Product>> products;
+
+constexpr int kCtas = 2;  // of a cluster
+
+inline int cluster_rank() { return emu::self().cta->index % kCtas; }
+inline int first_of_cluster() { return emu::self().cta->index / kCtas * kCtas; }
+inline char* own_memory() { return emu::dynamic_shared(); }
+inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(static_cast<const char*>(pointer) - own_memory());
+}
+// Where CTA `rank` of the cluster has what this one has there.
+template <typename T>
+T* at_rank(T* own, int rank) {
+  return reinterpret_cast<T*>(shared_of.at(first_of_cluster() + rank) + shared_address(own));
+}
+
+inline void cluster_barrier() {
+  static std::map<int, emu::Barrier> meetings;
+  const int first = first_of_cluster();
+  shared_of[emu::self().cta->index] = own_memory();
+  const int size = kCtas * static_cast<int>(emu::self().cta->warps.size()) * emu::kWarpSize;
+  meetings.try_emplace(first, size).first->second.wait();
+}
+
+inline void init_barrier(std::uint64_t* barrier, int arrivals) {
+  barriers.insert_or_assign(barrier, Barrier{arrivals, arrivals});
+}
+inline void fence_barriers() {}
+inline void arrive_and_expect(std::uint64_t* barrier, int bytes) {
+  Barrier& at = barriers.at(barrier);
+  at.bytes += bytes;
+  --at.missing;
+  at.settle();
+}
+inline void arrive_at(std::uint64_t* barrier, int rank) {
+  Barrier& at = barriers.at(at_rank(barrier, rank));
+  --at.missing;
+  at.settle();
+  emu::note_progress();
+  emu::yield();
+}
+
+// Byte `offset` from where a swizzled matrix begins, and back.
+inline std::uint32_t swizzled(std::uint32_t offset) { return offset ^ (offset >> 3 & 0x70); }
+
+inline void copy_box(const BoxCopy& copy) {
+  const CUtensorMap& map = copy.map;
+  const int pitch = map.box_width * map.element;
+  for (int y = 0; y < map.box_height; ++y) {
+    for (int x = 0; x < pitch; ++x) {
+      const long row = copy.y + y, byte = copy.x * map.element + x;
+      const bool is_inside = row < map.height && byte < map.width * map.element;
+      const std::uint32_t offset = y * pitch + x;
+      copy.to[map.is_swizzled ? swizzled(offset) : offset] =
+          is_inside ? map.base[row * map.width * map.element + byte] : 0;
+    }
+  }
+  copy.full->bytes -= pitch * map.box_height;
+  copy.full->settle();
+  emu::note_progress();
+}
+inline void copy_some() {
+  if (copies.empty() || emu::draw(3)) return;
+  const std::size_t one = emu::draw(static_cast<unsigned int>(copies.size()));
+  std::swap(copies[one], copies.back());
+  const BoxCopy copy = copies.back();
+  copies.pop_back();
+  copy_box(copy);
+}
+inline void wait(std::uint64_t* barrier, int parity) {
+  const Barrier& at = barriers.at(barrier);
+  while (at.parity == parity) {
+    copy_some();
+    emu::yield();
+  }
+}
+
+inline void load_box_for(std::uint16_t ctas, void* shared, const CUtensorMap& map, int x, int y,
+                         std::uint64_t* full) {
+  EMU_REQUIRE(shared_address(shared) % (map.is_swizzled ? 1024 : 128) == 0);
+  for (int rank = 0; rank < kCtas; ++rank) {
+    if (ctas >> rank & 1) {
+      copies.push_back({at_rank(static_cast<char*>(shared), rank), map, x, y,
+                        &barriers.at(at_rank(full, rank))});
+    }
+  }
+}
+inline void load_box(void* shared, const CUtensorMap& map, int x, int y, std::uint64_t* full) {
+  load_box_for(1 << cluster_rank(), shared, map, x, y, full);
+}
+
+template <int kRegisters>
+void raise_registers() {}
+template <int kRegisters>
+void lower_registers() {}
+
+// --- e4m3 ----------------------------------------------------------------------------------------
+
+inline float from_fp8(std::uint8_t bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  const float value = exponent == 0
+                          ? std::ldexp(static_cast<float>(mantissa), -9)
+                          : std::ldexp(1 + static_cast<float>(mantissa) / 8, exponent - 7);
+  return bits & 0x80 ? -value : value;
+}
+// To nearest even; what is too large becomes 448.
+inline std::uint8_t to_fp8(float value) {
+  if (std::isnan(value)) return 0x7f;
+  const std::uint8_t sign = std::signbit(value) ? 0x80 : 0;
+  const float magnitude = std::fabs(value);
+  if (magnitude >= 448) return sign | 0x7e;
+  const int exponent = magnitude == 0 ? -6 : std::max(std::ilogb(magnitude), -6);
+  // In units of the last place: 8 to 15 are normal, and 16 is the next exponent's 8.
+  const long units = std::lrint(std::ldexp(magnitude, 3 - exponent));
+  return static_cast<std::uint8_t>(sign | ((exponent + 6) * 8 + units));
+}
+inline std::uint32_t to_fp8(float a, float b, float c, float d) {
+  return to_fp8(a) | to_fp8(b) << 8 | to_fp8(c) << 16 | static_cast<std::uint32_t>(to_fp8(d)) << 24;
+}
+
+// --- products ------------------------------------------------------------------------------------
+
+inline std::uint64_t describe(const void* rows) {
+  return std::uint64_t{1} << 62 | std::uint64_t{1024 >> 4} << 32 | (shared_address(rows) >> 4);
+}
+// Byte `k` of a row of a described matrix.
+inline float element(std::uint64_t matrix, int row, int k) {
+  static const std::vector<float> values = [] {
+    std::vector<float> all;
+    for (int bits = 0; bits < 256; ++bits) all.push_back(from_fp8(static_cast<std::uint8_t>(bits)));
+    return all;
+  }();
+  const auto field = [&](int from) {
+    return static_cast<std::uint32_t>(matrix >> from & 0x3fff) << 4;
+  };
+  const std::uint32_t offset = field(0) + row / 8 * field(32) + row % 8 * 128 + k;
+  return values[static_cast<std::uint8_t>(own_memory()[swizzled(offset)])];
+}
+inline void multiply_now(const Product& product) {
+  const int thread = emu::self().thread % 128;
+  for (int i = 0; i < 64; ++i) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+    const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+    float sum = product.adds ? product.sums[i] : 0;
+    for (int k = 0; k < 32; ++k) {
+      sum += element(product.a, row, k) * element(product.b, column, k);
+    }
+    product.sums[i] = sum;
+  }
+}
+inline void begin_products() {}
+inline void end_products() {}
+inline void wait_for_products() {
+  emu::maybe_yield();
+  for (const Product& product : products[&emu::self()]) multiply_now(product);
+  products[&emu::self()].clear();
+  emu::warp_barrier();  // a warp waits as one
+}
+inline void multiply(float (&sums)[64], std::uint64_t a, std::uint64_t b, bool adds) {
+  std::vector<Product>& waiting = products[&emu::self()];
+  waiting.push_back({sums, a, b, adds});
+  if (!emu::draw(2)) return;
+  for (const Product& product : waiting) multiply_now(product);
+  waiting.clear();
+}
+
+inline void add_pair(float* to, float a, float b) {
+  to[0] += a;
+  to[1] += b;
+}
+
+}  // namespace ncclep::hopper

@@ -1,0 +1,118 @@
+"""The kernels of FP8 experts (csrc/experts) on the emulator, beside their definitions.
+
+Copies, products and threads run in an order that is drawn (fp8/experts/hopper.cuh).  Then the
+kernels are broken on purpose, in ways that must be noticed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from build_cache import ROOT, cached, run_all, version_of
+from emulation.translate import Change, apply_changes
+
+HERE = Path(__file__).parent / "fp8"
+MACHINE = HERE.parent / "emulation" / "machine"
+CSRC = ROOT / "csrc"
+COMPILER = shutil.which("c++") or shutil.which("g++")
+KERNELS = ("tiles.cuh", "products.cuh", "fp8_tile.cuh", "quantize.cuh")
+PROGRAM_S = 300.0  # at most, on a slow and busy machine
+
+pytestmark = [
+    pytest.mark.any_python("it runs C++"),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (c++ or g++) on PATH"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the emulator's fibers are for Linux"),
+]
+
+# What is changed (emulation/translate.py), in which check it shows, and what is said then.
+# fmt: off
+MISTAKES = {
+    "a stage is released before its products are done": (Change(
+        "experts/products.cuh", "hopper::end_products();\n        «hopper::wait_for_products();»",
+        "if (half == 0) { hopper::wait_for_products(); }"), "products", "rows: "),
+    "a stage is overwritten while the other CTA multiplies": (Change(
+        "experts/products.cuh", "&shared.empty[s], «kClusterCtas * kMultipliers * 4»);",
+        "kMultipliers * 4"), "products", ""),
+    "scales are read after the stage is released": (Change(
+        "experts/products.cuh", "«half == kHalves - 1» && lane < kClusterCtas", "half == 0"),
+        "products", ""),
+    "rows of the next expert are overwritten": (Change(
+        "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
+    "all rows have the scale of the upper half": (Change(
+        "experts/products.cuh", "shared.scales_a[s][«own_row + lane / 4 + 8»]",
+        "own_row + lane / 4"), "products", "rows: "),
+    "an expert's last block is taken for the next one's first": (Change(
+        "experts/tiles.cuh", "«(num_rows + kBlock - 1)» / kBlock;", "num_rows"),
+        "products", "weights: "),
+    "weights are written, not added": (Change(
+        "experts/products.cuh", "if («adds») {\n      hopper::add_pair", "false"),
+        "products", "weights: "),
+    "a block's scale is that of a part of it": (Change(
+        "experts/fp8_tile.cuh", "for (int lanes = 1; «lanes < 16»; lanes *= 2) {\n      amax[r]",
+        "lanes < 8"), "quantized", "rows, by rows: "),
+    "rows after an expert's last one are not zeros": (Change(
+        "experts/quantize.cuh",
+        "column + part.column,\n                                   «part.row + r < block.num_rows»",
+        "row < from.offsets[from.num_experts]"), "quantized", "rows, transposed: "),
+    "a transposed row is not where it is looked for": (Change(
+        "experts/fp8_tile.cuh", "second = bytes[«(piece + 1) ^ swizzle»]",
+        "(piece ^ swizzle) + 1"), "quantized", "rows, transposed: "),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    """The program with all mistakes: one is chosen when it runs."""
+    compiler = str(COMPILER)
+    changes = [change for change, _, _ in MISTAKES.values()]
+    sources = [
+        *sorted(HERE.glob("*.cpp")),
+        *(MACHINE / f"{n}.cpp" for n in ("emulator", "visibility", "network")),
+    ]
+    inputs = [
+        version_of(compiler),
+        changes,
+        *sorted(HERE.rglob("*.[hc]*")),
+        *sorted(MACHINE.rglob("*.[hc]*")),
+    ]
+
+    def make(folder: Path) -> None:
+        (folder / "experts").mkdir()
+        for name in KERNELS:
+            text = apply_changes(f"experts/{name}", (CSRC / "experts" / name).read_text(), changes)
+            (folder / "experts" / name).write_text(text)
+        options = ["-std=c++17", "-O2", "-w", "-include", "emulator.h", "-DNCCLEP_NCCL_HEADERS"]
+        options += [f"-I{path}" for path in (HERE, MACHINE, MACHINE.parent, folder, CSRC)]
+        objects = [folder / f"{source.stem}.o" for source in sources]
+        run_all(
+            [compiler, *options, "-c", source, "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        )
+        run_all([[compiler, *objects, "-o", folder / "fp8"]])
+
+    kernels = [CSRC / "experts" / name for name in KERNELS]
+    return cached("fp8", [*inputs, *kernels, *sorted(CSRC.glob("n*/**/*.h"))], make) / "fp8"
+
+
+def run(program: Path, check: str, mistake: int = -1) -> subprocess.CompletedProcess[str]:
+    command = [program, check, "1", str(mistake)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PROGRAM_S)
+
+
+@pytest.mark.parametrize("check", ["products", "quantized"])
+def test_results_are_their_definitions(program: Path, check: str) -> None:
+    ended = run(program, check)
+    assert (ended.returncode, ended.stdout) == (0, "OK\n"), ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_noticed(program: Path, name: str) -> None:
+    _, check, notice = MISTAKES[name]
+    ended = run(program, check, list(MISTAKES).index(name))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.startswith(f"FAILED: {notice}")
