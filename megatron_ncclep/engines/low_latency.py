@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,6 +27,10 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
 
+if TYPE_CHECKING:
+    from megatron_ncclep.engines.native.low_latency import NativeLowLatency
+    from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
+
 
 class _Last(enum.Enum):
     """The last call."""
@@ -35,46 +39,6 @@ class _Last(enum.Enum):
     DISPATCH_SENT = "send_dispatch"
     DISPATCHED = "dispatch"
     COMBINE_SENT = "send_combine"
-
-
-class LowLatencyCalls(Protocol):
-    """An engine's part of a `LowLatency`, which has already checked turns and arguments."""
-
-    def begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        """Preamble of every call: raise pending errors, and `problem` on all ranks.
-
-        Args:
-            phase: "dispatch" or "combine".
-            problem: what is wrong on this rank, if anything is.
-            sends: the call has a first half.
-        """
-        ...
-
-    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
-        """Say what is wrong with the values of a routing, if the host checks them."""
-        ...
-
-    def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
-        """Do the first half and, if it `completes`, the second, after which the result is valid."""
-        ...
-
-    def complete_dispatch(self) -> LowLatencyRows:
-        """Do the second half."""
-        ...
-
-    def combine(
-        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
-    ) -> torch.Tensor:
-        """Like `dispatch`.  With `rows_of`, y is [rows, hidden]."""
-        ...
-
-    def complete_combine(self) -> torch.Tensor:
-        """Do the second half."""
-        ...
-
-    def close(self) -> None:
-        """Release its resources.  Called once, when all ranks have agreed or will not come."""
-        ...
 
 
 class LowLatency(Uncopied, Resource):
@@ -94,10 +58,14 @@ class LowLatency(Uncopied, Resource):
         group: EpGroup,
         caps: EngineCaps,
         sizes: LowLatencySizes,
-        calls: LowLatencyCalls,
+        calls: NativeLowLatency | ReferenceLowLatency,
         release: Callable[[], None],
     ) -> None:
-        """Not collective; `calls` belong to an engine with these `caps`; `release` closes them."""
+        """Not collective.
+
+        `calls`, whose arguments this object checks, belong to an engine with these `caps`;
+        `release` closes them.
+        """
         self.group, self.sizes = group, sizes
         self._caps, self._calls, self._release = caps, calls, release
         self._last = _Last.COMBINED
@@ -286,11 +254,6 @@ def _first_problem(
     return None
 
 
-class _HasLowLatency(Protocol):
-    group: EpGroup
-    make_low_latency: Callable[[LowLatencySizes, int], LowLatencyCalls]
-
-
 def create_low_latency(
     engine: Engine,
     *,
@@ -320,12 +283,11 @@ def create_low_latency(
             "ranks in an NVLink domain, or 'reference' on a CPU"
         )
     sizes = LowLatencySizes(max_tokens, hidden, top_k, dtype, payload or dtype, num_scales)
-    maker = cast(_HasLowLatency, engine)
     problem = sizes.problem(engine.caps)
     if problem is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
-    group, config = maker.group, engine.config
+    group, config, maker = engine.group, engine.config, cast(Any, engine)
     number = group.hosts.agree("open", values, problem, group.deadline_s(config)).call
     name = f"low-latency {number}"  # shared by the group, so that it is closed with the group
     calls = group.resources.share(name, lambda: maker.make_low_latency(sizes, number))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_extension import STREAM, FakeExtension, FakeFailure, FakeGroup, play
 
-from megatron_ncclep.engines.native.group import NativeGroup
+from megatron_ncclep.engines.native.group import NativeGroup, Refusing
 from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.errors import InputError, LibraryError, PeerError, RefusedError
 
@@ -93,12 +93,12 @@ def test_a_launch_that_fails_on_one_rank_is_refused(
         native.answers["refuse"] = LibraryError("an illegal memory access")
     group, arguments = group_of(native), dict.fromkeys(native.methods["dispatch"])
     refused = pytest.raises(RefusedError, match=f"^dispatch: rank 1: {reason}$")
-    with refused, group.refusing("dispatch"):
+    with refused, Refusing(group, "dispatch"):
         native.dispatch(**arguments)
     assert capsys.readouterr().out == f"dispatch: rank 1: {reason}\n"  # to the other ranks
     assert native.named("refuse") == [("dispatch", STREAM)]
     group.group.size = 1
-    with pytest.raises(LibraryError, match=f"^{reason}$"), group.refusing("dispatch"):
+    with pytest.raises(LibraryError, match=f"^{reason}$"), Refusing(group, "dispatch"):
         native.dispatch(**arguments)
 
 

@@ -141,27 +141,6 @@ class NativeGroup(Resource):
             raise RefusedError(refusal)
         raise InputError(refusal)
 
-    def refusing(self, phase: str) -> Refusing:
-        """Queue kernels inside this context; if that fails, the other ranks hear why.
-
-        Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
-        wait for it until their deadline.
-
-        Raises:
-            LibraryError: it failed, and there are no other ranks.
-            RefusedError: it failed, and all ranks raise this.
-        """
-        return Refusing(self, phase)
-
-    def refuse_after(self, phase: str, error: LibraryError) -> None:
-        """Refuse a call whose launch has failed; returns where there are no other ranks."""
-        if self.group.size == 1:
-            return
-        try:
-            self.refuse(phase, str(error))
-        except LibraryError:  # the device takes nothing more; their late waits end with this
-            raise RefusedError(str(self._refusal)) from error
-
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure on the device."""
         me, peer, phase = self.group.rank, failure.peer, failure.phase
@@ -355,7 +334,15 @@ class NativeGroup(Resource):
 
 
 class Refusing:
-    """See `NativeGroup.refusing`; a generator would take several times as long in every call."""
+    """Queue kernels inside this context; if that fails, the other ranks hear why.
+
+    Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
+    wait for it until their deadline.  A generator would take several times as long in every call.
+
+    Raises:
+        LibraryError: it failed, and there are no other ranks.
+        RefusedError: it failed, and all ranks raise this.
+    """
 
     __slots__ = ("_phase", "_shared")
 
@@ -366,8 +353,12 @@ class Refusing:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, LibraryError):
-            self._shared.refuse_after(self._phase, error)
+        if not isinstance(error, LibraryError) or self._shared.group.size == 1:
+            return
+        try:
+            self._shared.refuse(self._phase, str(error))
+        except LibraryError:  # the device takes nothing more; their late waits end with this
+            raise RefusedError(str(self._shared._refusal)) from error
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:
