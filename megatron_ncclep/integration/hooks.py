@@ -39,15 +39,15 @@ from megatron_ncclep.integration.checks.cuda_graphs import (
 )
 from megatron_ncclep.integration.checks.fp8 import (
     align_for_experts,
-    announce_alignment,
     change_padding,
+    pads_rows,
 )
 from megatron_ncclep.integration.checks.optimizer_step import (
     change_optimizer_graph,
     check_before_steps,
 )
 from megatron_ncclep.integration.checks.schedule import keep_inputs
-from megatron_ncclep.integration.checks.unsupported import announce_unused, check_supported
+from megatron_ncclep.integration.checks.unsupported import check_supported, unused_options
 from megatron_ncclep.integration.experts.layer_experts import (
     check_experts,
     counts_wanted,
@@ -82,7 +82,6 @@ from megatron_ncclep.integration.options.field import (
 from megatron_ncclep.integration.options.uses import notices
 from megatron_ncclep.integration.patching import (
     Changes,
-    check_methods,
     replaces,
     unknown,
 )
@@ -189,9 +188,14 @@ def check_dispatcher_hooks(layer_module: ModuleType) -> None:
     """Require Megatron's dispatchers to have the hooks that ours has.
 
     Raises:
-        IntegrationError: names the hook.
+        IntegrationError: one is missing, or takes other arguments; names it.
     """
-    check_methods(layer_module.MoETokenDispatcher, _DISPATCHER_HOOKS)
+    owner = layer_module.MoETokenDispatcher
+    for name, number in _DISPATCHER_HOOKS.items():
+        function = getattr(owner, name, None)
+        if not callable(function) or len(inspect.signature(function).parameters) != 1 + number:
+            where = f"{owner.__module__}.{owner.__name__}.{name}"
+            raise unknown(where, f"a method of {number} argument{'s' if number > 1 else ''}")
 
 
 @replaces("TransformerConfig.__post_init__", ["self"])
@@ -243,7 +247,7 @@ def _change_layer(original: Any) -> Any:
                 f"{config.num_moe_experts} experts cannot be divided over "
                 f"{groups.ep.size()} expert-parallel ranks"
             )
-        options = training_options(config, resolve_options(config) or EpConfig.resolve())
+        options = training_options(config, resolve_options(config))
         check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
         check_invariance(config, options)
         options = align_for_experts(config, options)
@@ -273,14 +277,16 @@ def _change_layer(original: Any) -> Any:
             self._training_token_dispatcher = self.token_dispatcher
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
-        announce_alignment(config, options, self.token_dispatcher.group)
-        announce_unused(config, self.token_dispatcher.group)
+        told = [pads_rows(config, options), unused_options(config)]
         if (replaced := envs.get(IN_PLACE_OF)) is not None:
-            text = f"{IN_PLACE_OF}={replaced}: configs with {TYPE_FIELD}={replaced!r} get {NAME!r}"
+            told += [
+                f"{IN_PLACE_OF}={replaced}: configs with {TYPE_FIELD}={replaced!r} get {NAME!r}"
+            ]
+        if choice is not None:
+            told += [f"experts: {choice.experts}, because {choice.reason}"]
+        for text in filter(None, told):
             EpGroup.of(self.token_dispatcher.group).announce(text)
         warn_of_experts(config, self.experts, self.token_dispatcher.group)
-        if choice is not None:
-            choice.announce(self.token_dispatcher.group)
         _check_graphs(self, captured_by(config))
 
     return init

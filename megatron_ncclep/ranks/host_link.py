@@ -51,8 +51,6 @@ class HostLink:
 
         Args:
             mine: at least one byte; as many on every rank.
-            what: names the call in errors.
-            timeout_s: seconds to wait for the other ranks.
 
         Returns:
             None if the link is not open, or if the ranks share no memory; nothing was sent then.

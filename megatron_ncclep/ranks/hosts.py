@@ -146,7 +146,6 @@ class Hosts:
             phase: one of `PHASES`.
             values: what must be equal on all ranks, by the names that errors give them.
             problem: what is wrong on this rank, if anything is.
-            timeout_s: seconds to wait for the other ranks.
             payload: a number that may differ between ranks and is passed on to all of them.
 
         Raises:

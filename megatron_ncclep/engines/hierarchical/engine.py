@@ -64,7 +64,6 @@ from megatron_ncclep.engines.hierarchical.internode_routes import (
     Crossing,
     all_cross,
     needed_cross,
-    start,
 )
 from megatron_ncclep.engines.hierarchical.message_packing import (
     Piece,
@@ -179,11 +178,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             inside=inside,
             engine=engine,
             most_tokens=most_tokens,
-            sent_token=crossing.token,
-            message_index=crossing.message_index,
+            crossing=crossing,
             assignment_node=assignment_node.int(),
-            tokens_sent=crossing.sent,
-            tokens_received=crossing.received,
         )
 
     @torch.no_grad()
@@ -195,13 +191,13 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         plan = self._calls.enter("dispatch", plan, x, w)
         self.streams.keep(*plan.tensors(), x, w)
         pieces = self._pieces(plan, x)
-        sizes = (plan.tokens_sent, plan.tokens_received)
-        num_sent = sum(plan.tokens_sent)
+        token, sizes = plan.crossing.token, (plan.crossing.sent, plan.crossing.received)
+        num_sent = sum(plan.crossing.sent)
         # The pieces cross one after the other, while those that have arrived move inside the node.
         crossing = []
         for piece in pieces:
             weights = w if piece.first == 0 else None
-            message = pack(x, piece, weights, plan.sent_token, num_sent, plan.most_tokens)
+            message = pack(x, piece, weights, token, num_sent, plan.most_tokens)
             crossing.append(self._start(message, sizes, "dispatch between nodes"))
         rows, row_w = None, None
         for piece in pieces:
@@ -244,14 +240,15 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             whole = Piece(0, piece.size)
             message = pack(sums, whole, values, None, len(sums), len(sums))
             what = "combine between nodes"
-            sizes = (plan.tokens_received, plan.tokens_sent)
+            sizes = (plan.crossing.received, plan.crossing.sent)
             crossing.append(self._start(message, sizes, what))
         out = y.new_empty(plan.num_tokens, y.shape[1])
         topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
         for piece in pieces:
             messages = crossing.pop(0).finish(self._waits)
             values = topk_w if piece.first == 0 else None
-            add_up(messages, piece, plan.message_index, out, plan.assignment_node, values)
+            index = plan.crossing.message_index
+            add_up(messages, piece, index, out, plan.assignment_node, values)
         self._end_call("combine")
         return out, topk_w
 
@@ -343,7 +340,18 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _start(
         self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
     ) -> AllToAll:
-        return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
+        """Start sending `messages` over this rank's rail.  Does not wait.
+
+        Collective over the whole group, in one all-to-all that sends nothing off the rail.
+        """
+        splits = []
+        for for_nodes in sizes:
+            for_ranks = [0] * self.group.size
+            for rank, number in zip(self.nodes.rail_of(self.group.rank), for_nodes, strict=True):
+                for_ranks[rank] = number
+            splits.append(for_ranks)
+        sent, received = splits
+        return AllToAll(self.group, messages, sent, received, what, self.timeout_s)
 
     def _end_call(self, phase: str) -> None:
         """End of every call: let `check` wait for transfers that no host has waited for."""

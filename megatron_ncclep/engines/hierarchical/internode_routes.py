@@ -1,4 +1,4 @@
-"""Routes between nodes: which tokens of a rank cross to which nodes, in what order, and how."""
+"""Routes between nodes: which tokens of a rank cross to which nodes and in what order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ncclep.engines.engine import NOT_ROUTED
-from megatron_ncclep.ranks.all_to_all import AllToAll
-from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.nodes import Nodes
 
 NO_MESSAGE = -1
 
@@ -19,8 +16,10 @@ class Crossing:
     """The messages of one plan: by node, then token.
 
     Attributes:
-        token: int32 [messages]: the token of each message; None: every token has one to every node.
-        message_index: int32 [nodes, num_tokens]: see `HierarchicalPlan`.
+        token: int32 [messages]: the token of each message; None in static mode, where every token
+            has one to every node.
+        message_index: int32 [nodes, num_tokens]: the index of a token's message to a node among all
+            messages; -1: the token has no assignments there.
         sent: number of messages to each node.
         received: number of messages from each node.
     """
@@ -70,25 +69,3 @@ def needed_cross(needed: torch.Tensor, sent: list[int], received: list[int]) -> 
     token = needed.nonzero()[:, 1].int()
     before = needed.reshape(-1).cumsum(0).view_as(needed) - 1
     return Crossing(token, torch.where(needed, before, NO_MESSAGE).int(), sent, received)
-
-
-def start(
-    group: EpGroup,
-    nodes: Nodes,
-    messages: torch.Tensor,
-    sizes: tuple[list[int], list[int]],
-    what: str,
-    timeout_s: float,
-) -> AllToAll:
-    """Start sending `messages` over this rank's rail.  Does not wait.
-
-    Collective over the whole group, in one all-to-all that sends nothing off the rail.
-    """
-    rail = nodes.rail_of(group.rank)
-    splits = []
-    for for_nodes in sizes:
-        for_ranks = [0] * group.size
-        for rank, number in zip(rail, for_nodes, strict=True):
-            for_ranks[rank] = number
-        splits.append(for_ranks)
-    return AllToAll(group, messages, splits[0], splits[1], what, timeout_s)

@@ -139,7 +139,10 @@ class NativeLowLatency(Resource):
             }
 
         arguments = self._allocated("dispatch", allocate)
-        num_ctas = self._num_ctas(self._tokens_of_dispatch(), x.element_size())
+        # Over domains also for the tokens of rail peers.
+        is_whole = self._shared.domains.count == 1
+        num_tokens = self._num_tokens if is_whole else self._tokens_of_combine()
+        num_ctas = self._num_ctas(num_tokens, x.element_size())
         with Refusing(self._shared, "low-latency dispatch"):
             self._native.dispatch(
                 **arguments,
@@ -226,11 +229,6 @@ class NativeLowLatency(Resource):
         if isinstance(memory, str):
             self._shared.refuse(f"low-latency {phase}", memory)
         return memory
-
-    def _tokens_of_dispatch(self) -> int:
-        """The number of tokens to size CTAs for: over domains also those of rail peers."""
-        is_whole = self._shared.domains.count == 1
-        return self._num_tokens if is_whole else self._tokens_of_combine()
 
     def _tokens_of_combine(self) -> int:
         """The number of tokens to size CTAs for: only the device knows how many rows were received.

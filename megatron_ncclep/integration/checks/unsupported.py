@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.ranks.group import EpGroup
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,14 @@ def _is_of_a_recipe(config: Any) -> bool:
     return any(kind.__module__.startswith("megatron.bridge.") for kind in type(config).__mro__)
 
 
-def announce_unused(config: Any, process_group: Any) -> None:
-    """Log the options of a recipe that are not used, once per group and on its first rank only."""
+def unused_options(config: Any) -> str:
+    """Say which options of a recipe are not used; empty if there are none."""
     unused = [
         f"{refusal.option}={value!r}"
         for refusal in TUNES_OTHERS
         if refusal.is_set(value := getattr(config, refusal.option, None))
         and not _is_default(config, refusal.option, value)
     ]
-    if unused:
-        text = f"options for Megatron's flex dispatcher are not used: {', '.join(unused)}"
-        EpGroup.of(process_group).announce(text)
+    if not unused:
+        return ""
+    return f"options for Megatron's flex dispatcher are not used: {', '.join(unused)}"

@@ -22,12 +22,14 @@ def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: in
     """Refuse unsupported grouped experts before Megatron builds any experts.
 
     Raises:
-        UnsupportedError, InputError: see `experts.refusals.check_config`.
+        UnsupportedError: names the option, its value and the remedy.
     """
     if options.experts == "grouped":
-        from megatron_ncclep.integration.experts.refusals import check_config
+        from megatron_ncclep.integration.experts.refusals import config_problem, unsupported
 
-        check_config(config, config.num_moe_experts // num_ranks, num_slices)
+        num_local_experts = config.num_moe_experts // num_ranks
+        if problem := config_problem(config, num_local_experts, num_slices):
+            raise unsupported(problem)
 
 
 def select_experts(
@@ -46,13 +48,10 @@ def select_experts(
 
     config, in_graph = layer.config, may_hold_experts(layer.config)
     is_asked_for = options.experts == "grouped"
-    if not is_asked_for:
-        choice = selection.choose(
-            config, options, layer.experts, layer.num_local_experts, num_slices, in_graph
-        )
-        options = dataclasses.replace(options, experts=choice.experts)
-    else:
-        choice = selection.asked_for(config)
+    choice = selection.choose(
+        config, options, layer.experts, layer.num_local_experts, num_slices, in_graph
+    )
+    options = dataclasses.replace(options, experts=choice.experts)
     if options.experts != "grouped":
         return options, choice, None
     from megatron_ncclep.integration.experts.grouped import group_experts

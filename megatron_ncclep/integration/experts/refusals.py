@@ -93,16 +93,6 @@ REFUSALS = (
 )
 
 
-def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
-    """Refuse a TransformerConfig that grouped experts would get wrong or ignore.
-
-    Raises:
-        UnsupportedError: names the option, its value and the remedy.
-    """
-    if problem := config_problem(config, num_local_experts, num_slices):
-        raise unsupported(problem)
-
-
 def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str | None:
     """Say which option of a TransformerConfig grouped experts would get wrong or ignore, if any.
 

@@ -151,8 +151,8 @@ def options_hidden(config_class: Any) -> Iterator[None]:
             config_class.__dataclass_fields__[NAME] = field
 
 
-def resolve_options(config: Any) -> EpConfig | None:
-    """Return a validated copy of the options that apply to `config`; None: the environment's.
+def resolve_options(config: Any) -> EpConfig:
+    """Return a validated copy of the options that apply to `config`, or else the environment's.
 
     If the config's own are a mapping, they become an EpConfig.
 
@@ -164,4 +164,4 @@ def resolve_options(config: Any) -> EpConfig | None:
         vars(config).pop(NAME, None)
     elif not isinstance(config.ncclep, EpConfig):
         config.ncclep = EpConfig.of(config.ncclep)
-    return None if config.ncclep is None else EpConfig.of(config.ncclep)
+    return EpConfig.resolve() if config.ncclep is None else EpConfig.of(config.ncclep)

@@ -123,7 +123,7 @@ class _Taken:
                 "changes what is in it is unknown: hand out tensors, arrays, numbers and strings, "
                 "in dicts, lists, tuples, dataclasses or objects with attributes"
             )
-        if self._seen.have_changed():
+        if any(tensor._version != version for tensor, version in self._seen.versions):
             return (
                 "a tensor of a micro-batch was changed in place after the data iterator had "
                 "handed it out (by the forward step, or by a loader that uses its buffers "
@@ -137,22 +137,16 @@ class _Copier:
 
     Attributes:
         unknown: the type of an object that could not be copied; None if there was none.
+        versions: of each tensor, when it was copied: whoever changes one in place raises it.
     """
 
     def __init__(self) -> None:
         self.unknown: str | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self.versions: list[tuple[torch.Tensor, int]] = []
 
-    def have_changed(self) -> bool:
-        """Whether a tensor has been changed in place since it was copied."""
-        return any(tensor._version != version for tensor, version in self._versions)
-
-    def copied(self, item: Any) -> Any:
-        """A copy of a micro-batch."""
-        return self._copied(item, {})
-
-    def _copied(self, item: Any, done: dict[int, Any]) -> Any:
-        """`done`: the copies so far by the `id` of what they are copies of."""
+    def copied(self, item: Any, done: dict[int, Any] | None = None) -> Any:
+        """A copy of a micro-batch; `done`: the copies so far by the `id` of what they are of."""
+        done = {} if done is None else done
         if isinstance(item, _FIXED):
             return item
         if id(item) in done:
@@ -160,9 +154,9 @@ class _Copier:
         if isinstance(item, torch.Tensor):
             return self._watched(item)
         if type(item) in (set, frozenset) or type(item).__new__ is tuple.__new__:
-            new = type(item)(self._copied(value, done) for value in item)
+            new = type(item)(self.copied(value, done) for value in item)
         elif isinstance(item, tuple) and hasattr(item, "_make"):
-            new = item._make(self._copied(value, done) for value in item)
+            new = item._make(self.copied(value, done) for value in item)
         else:
             new = self._copied_object(item, done)
         done[id(item)] = new
@@ -189,14 +183,14 @@ class _Copier:
         done[id(item)] = new  # its attributes may lead back to it
         if isinstance(item, dict):
             for key, value in item.items():
-                dict.__setitem__(new, key, self._copied(value, done))
+                dict.__setitem__(new, key, self.copied(value, done))
         elif isinstance(item, list):
-            new[:] = [self._copied(value, done) for value in item]
+            new[:] = [self.copied(value, done) for value in item]
         for name, value in getattr(item, "__dict__", {}).items():
-            vars(new)[name] = self._copied(value, done)
+            vars(new)[name] = self.copied(value, done)
         for name in names:
             if hasattr(item, name):
-                object.__setattr__(new, name, self._copied(getattr(item, name), done))
+                object.__setattr__(new, name, self.copied(getattr(item, name), done))
         return new
 
     def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -206,5 +200,5 @@ class _Copier:
         if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
             # Somebody else's memory, such as an array's, whose changes are not seen.
             return tensor.clone()
-        self._versions.append((tensor, tensor._version))
+        self.versions.append((tensor, tensor._version))
         return tensor

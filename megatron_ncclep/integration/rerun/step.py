@@ -90,7 +90,7 @@ def _steps_of(arguments: dict[str, Any]) -> Reruns | CheckedEvaluations | None:
         return None
     steps: Any = vars(chunks[0]).get(_ATTRIBUTE)
     if steps is None:
-        options, steps = resolve_options(config) or EpConfig.resolve(), False
+        options, steps = resolve_options(config), False
         if options.on_overflow != DROP and can_drop(options):
             kind = Reruns if options.on_overflow == RERUN else CheckedEvaluations
             steps = kind(chunks, options, arguments.get("pg_collection"))
@@ -252,7 +252,9 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
     Raises:
         UnsupportedError: names the reason and the remedy.
     """
-    problem = None
+    from megatron.core.distributed import DistributedDataParallel
+
+    problem, trains = None, not arguments.get("forward_only")
     ddp_config = getattr(chunks[0], "ddp_config", None)
     if type(arguments.get("pg_collection")).__name__ == "MultiModuleProcessGroupCollection":
         problem = "modules with process groups of their own (MultiModuleProcessGroupCollection)"
@@ -260,12 +262,12 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
         problem = (
             "reuse_grad_buf_for_mxfp8_param_ag=True, with which zeroing gradients clears weights"
         )
-    elif not (arguments.get("forward_only") or _has_megatrons_ddp(chunks)):
+    elif trains and not all(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
         problem = (
             f"a model in {type(chunks[0]).__name__}: only Megatron's DistributedDataParallel was "
             "tested"
         )
-    elif not arguments.get("forward_only") and any(vars(c).get(_HAS_GRADIENTS) for c in chunks):
+    elif trains and any(vars(chunk).get(_HAS_GRADIENTS) for chunk in chunks):
         problem = (
             "gradients of several calls of the schedule that add up: earlier ones would be cleared "
             "with those of a step that is run again; call zero_grad_buffer() before each call, and "
@@ -276,12 +278,6 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
             f"on_overflow={RERUN!r} does not support {problem}; leave max_recv_rows and "
             "on_overflow out, or set max_recv_rows='worst'"
         )
-
-
-def _has_megatrons_ddp(chunks: list[Any]) -> bool:
-    from megatron.core.distributed import DistributedDataParallel
-
-    return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
 def _readers(chunks: list[Any]) -> list[bool]:
