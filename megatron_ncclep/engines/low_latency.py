@@ -37,10 +37,6 @@ class LowLatency(Uncopied, Resource):
     All calls are collective, and every rank makes the same ones in the same order.  A rank may have
     any number of tokens up to `max_tokens`, including none.  Results may be used on the stream on
     which the call was made.  Two micro-batches at a time need two objects.
-
-    Attributes:
-        group: the ranks.
-        sizes: as passed to `create_low_latency`.
     """
 
     def __init__(

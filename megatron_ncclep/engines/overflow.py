@@ -138,6 +138,18 @@ def drop_what_does_not_fit(
     return torch.where(assignments_fit, topk_idx, NOT_ROUTED)
 
 
+def assignments_of_experts(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Assignments for each expert, int64 [num_experts].  Does not wait; not collective.
+
+    Args:
+        topk_idx: integers [num_tokens, top_k], experts or `NOT_ROUTED`.
+    """
+    # An extra entry counts assignments that are not routed.
+    expert = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx).long().reshape(-1)
+    counts = expert.new_zeros(num_experts + 1)
+    return counts.scatter_add(0, expert, torch.ones_like(expert))[:num_experts]
+
+
 def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
     """Rows that every rank needs if nothing is dropped, padding included.  Not collective.
 

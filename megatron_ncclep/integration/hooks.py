@@ -254,7 +254,7 @@ def _change_layer(original: Any) -> Any:
         check_before_steps()
         install_excepthook()
         if config.overlap_moe_expert_parallel_comm:
-            keep_inputs(NAME)
+            keep_inputs()
         with as_alltoall(config):
             original(self, *args, **kwargs)
         options, choice, grouped = select_experts(self, options, groups.expt_tp.size())

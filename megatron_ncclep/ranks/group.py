@@ -35,8 +35,7 @@ class EpGroup(Uncopied):
     """The ranks of one process group.
 
     Attributes:
-        rank, size, device: of this process in the group; see `TorchGroup`.
-        torch: torch's process group of these ranks.
+        torch: torch's process group of these ranks; `rank`, `size` and `device` are its own.
         hosts: how they agree and exchange messages.
         resources: what engines and layers share.
         is_warmup: calls have made-up arguments, and the rows that they drop do not count.

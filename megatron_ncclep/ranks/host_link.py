@@ -35,7 +35,6 @@ class HostLink:
     in containers with their own network namespace.
 
     Attributes:
-        rank, size: of this process in the group.
         is_open: whether `open` has decided if they share memory.
     """
 

@@ -29,7 +29,7 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.hierarchical import agreement as hierarchical_calls
 from megatron_ncclep.engines.hierarchical import engine as hierarchical
-from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
+from megatron_ncclep.engines.hierarchical.internode_routes import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.all_to_all import AllToAll, PendingTransfers

@@ -62,6 +62,7 @@ from megatron_ncclep.engines.hierarchical.agreement import Calls
 from megatron_ncclep.engines.hierarchical.availability import NAME, engine_inside
 from megatron_ncclep.engines.hierarchical.internode_routes import (
     Crossing,
+    HierarchicalPlan,
     all_cross,
     needed_cross,
 )
@@ -72,10 +73,9 @@ from megatron_ncclep.engines.hierarchical.message_packing import (
     pieces_of,
     unpack,
 )
-from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.engines.native.engine import CAPS as NATIVE_CAPS
 from megatron_ncclep.engines.native.engine import NativeEngine
-from megatron_ncclep.engines.overflow import rows_needed
+from megatron_ncclep.engines.overflow import assignments_of_experts, rows_needed
 from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
@@ -314,16 +314,10 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             return
         limit = self.rows_limit(most_tokens, topk_idx.shape[1])
         assert limit is not None  # or nothing would be recorded
-        # An extra entry counts assignments that are not routed.
-        assignments = (
-            torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
-        )
-        counts = assignments.new_zeros(self.num_experts + 1).scatter_add(
-            0, assignments, torch.ones_like(assignments)
-        )
+        counts = assignments_of_experts(topk_idx, self.num_experts)
         each = [1] * self.group.size
         what = "plan, exchanging the number of rows that each rank needs"
-        sent = counts[:-1].expand(self.group.size, -1)
+        sent = counts.expand(self.group.size, -1)
         exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
         self._overflow_report.record(needed, limit)

@@ -1,4 +1,4 @@
-"""Routes between nodes: which tokens of a rank cross to which nodes and in what order."""
+"""The plan of the engine `hierarchical`: which tokens cross to which nodes, and in what order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ncclep.engines.engine import NOT_ROUTED
+from megatron_ncclep.engines.engine import NOT_ROUTED, Engine, RoutePlan
 
 NO_MESSAGE = -1
 
@@ -41,6 +41,36 @@ class Crossing:
         padded = assignments.new_full((count, self.sent[0], top_k), NOT_ROUTED)
         padded[:, :num_tokens] = assignments
         return padded.view(-1, top_k)
+
+
+@dataclass(eq=False)
+class HierarchicalPlan(RoutePlan):
+    """Which tokens cross to which node, and the plan inside the node.
+
+    Attributes:
+        inside: plan of `engine`, for the tokens that came over this rank's rail.
+        engine: the node's engine, which made `inside`.
+        most_tokens: the most tokens of any rank; in static mode, the number that fits.
+        crossing: the messages of the tokens.
+        assignment_node: int32 [num_tokens, top_k]: the node of each assignment; -1: not
+            routed.
+    """
+
+    inside: RoutePlan
+    engine: Engine
+    most_tokens: int
+    crossing: Crossing
+    assignment_node: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `RoutePlan.tensors`."""
+        token = self.crossing.token
+        own = [*super().tensors(), self.crossing.message_index]
+        return own if token is None else [*own, token]
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """See `RoutePlan.tokens_per_expert_on_host`."""
+        return self.inside.tokens_per_expert_on_host()
 
 
 def all_cross(needed: torch.Tensor, most_tokens: int) -> Crossing:

@@ -55,10 +55,7 @@ class NativeGroup(Resource):
     """The extension's group for one number of experts, shared by the layers with that number.
 
     Attributes:
-        group: the ranks.
-        num_experts: of the whole group.
-        native: the `_C.GroupHandle`.
-        module: `_C`.
+        native, module: the `_C.GroupHandle`, and `_C`.
         domains: the NVLink domains that the ranks are in.
         plans_to_meet: static plans on which hosts have yet to agree, because ranks brought
             different numbers of tokens to one; the same on all ranks.
@@ -237,13 +234,12 @@ class NativeGroup(Resource):
             forget: clear it, because the caller raises it.  With other ranks, no work may be in
                 flight.
         """
-        plans = self.native.bad_ranks(forget)
-        low_latency = self.native.bad_low_latency(forget)
-        if not plans and not low_latency:
-            return None
-        by_call = {"plan (static mode)": plans, "low-latency dispatch": low_latency}
+        by_call = {
+            "plan (static mode)": self.native.bad_ranks(forget),
+            "low-latency dispatch": self.native.bad_low_latency(forget),
+        }
         said = [self._bad_routings_of(call, bad) for call, bad in by_call.items() if bad]
-        return "; ".join(said)
+        return "; ".join(said) or None
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
         """Raise `error` with the bad routings of static plans so far, once.

@@ -50,12 +50,7 @@ USUAL_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of experts.
-
-    Attributes:
-        experts: "grouped" or "megatron".
-        reason: text for the log.
-    """
+    """A choice of experts, "grouped" or "megatron", and the reason for the log."""
 
     experts: str
     reason: str
@@ -73,11 +68,8 @@ def choose(
     """Choose between the experts that Megatron has built and grouped ones.  Not collective.
 
     Args:
-        config: TransformerConfig, validated.
-        options: of the dispatcher; where they ask for grouped experts, only how these compute is
-            open.
-        experts: Megatron's, just built.
-        num_experts: experts of this rank.
+        options: where they ask for grouped experts, only how these compute is open.
+        experts, num_experts: Megatron's, just built, of this rank.
         num_slices: ranks that each expert's own hidden size is divided among.
         in_graph: a CUDA graph will hold them.
         device: on which they will compute; by default a GPU if there is one.  Their present device

@@ -79,12 +79,7 @@ def _not_in_this_release() -> str:
 
 
 def ignored_option(options: Mapping[str, Any], trains: bool, generates: bool) -> str | None:
-    """The first option that nothing would use.
-
-    Args:
-        options: fields of EpConfig that were given.
-        trains, generates: whether our dispatchers are used for training, and for generating text.
-    """
+    """The first of the given options that nothing would use, in training or generating text."""
     for name in options:
         in_training = trains and name != "inference_tokens"
         if not in_training and not (generates and name in OPTIONS):
