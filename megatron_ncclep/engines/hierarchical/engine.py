@@ -76,7 +76,6 @@ from megatron_ncclep.engines.hierarchical.message_packing import (
 from megatron_ncclep.engines.native.engine import CAPS as NATIVE_CAPS
 from megatron_ncclep.engines.native.engine import NativeEngine
 from megatron_ncclep.engines.overflow import assignments_of_experts, rows_needed
-from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
 from megatron_ncclep.ranks.all_to_all import AllToAll
@@ -100,9 +99,9 @@ CAPS = EngineCaps(
 # Bytes to each node that make a chunk worth its messages, and the most chunks unless the option
 # network_chunks asks for more: each costs launches, and writes its columns of the rows again.
 CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
-INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
-    "native": (NativeEngine, NATIVE_CAPS),
-    "reference": (ReferenceEngine, REFERENCE_CAPS),
+INSIDE: dict[str, type[NativeEngine] | type[ReferenceEngine]] = {
+    "native": NativeEngine,
+    "reference": ReferenceEngine,
 }
 
 
@@ -121,8 +120,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         self.nodes = self._grid.nodes
         self._experts_of_node = num_experts // self.nodes.count
         self.inside, reason = engine_inside(group, self._grid, config, num_experts)
-        self._make_inside, inside_caps = INSIDE[self.inside]
-        self.caps = dataclasses.replace(CAPS, captures_static=inside_caps.captures_static)
+        self._make_inside = INSIDE[self.inside]
+        captures_static = self._make_inside.caps.captures_static
+        self.caps = dataclasses.replace(CAPS, captures_static=captures_static)
         super().__init__(group, num_experts, config)
         self._calls = Calls(self)
         self._waits = not self._calls.go_on
