@@ -79,7 +79,13 @@ class HostLink:
         """
         # Ranks that NCCL treats as on different hosts must not share memory either.
         host_ids = gather(topology.host_id())
-        reason = _unavailable_reason()
+        try:
+            is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
+            reason = extension.unavailable_reason()
+            if not is_wanted:
+                reason = "NCCLEP_HOST_EXCHANGE turns it off"
+        except InputError as error:  # create_engine reports it, over torch
+            reason = str(error)
         if host_ids != topology.host_id() * self.size:
             reason = f"{topology.HOST_ID} puts them on different hosts"
         self._memory, reason = open_together(self.rank, self.size, reason, gather)
@@ -152,14 +158,3 @@ class HostLink:
         while not (text := str(self._memory.lost())) and time.monotonic() < give_up:
             time.sleep(ASK_AGAIN_S)
         return text
-
-
-def _unavailable_reason() -> str | None:
-    """Say what keeps this rank from sharing memory, before it tries."""
-    try:
-        is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
-    except InputError as error:  # create_engine reports it, over torch
-        return str(error)
-    if not is_wanted:
-        return "NCCLEP_HOST_EXCHANGE turns it off"
-    return extension.unavailable_reason()

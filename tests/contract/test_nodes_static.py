@@ -206,7 +206,7 @@ def test_batches_of_many_sizes_leave_nothing_behind(ctx: RankContext) -> None:
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="1.5x"))
         plans = [engine.plan(topk_idx) for topk_idx in batches]
         assert isinstance(plans[0], HierarchicalPlan)
-        assert len({id(plan.engine) for plan in plans}) == 1  # type: ignore[attr-defined]
+        assert len({id(plan.inside.made_by) for plan in plans}) == 1  # type: ignore[attr-defined]
         with far(EpGroup.of(ctx.group)):
             engine.plan(batches[-1])
             with pytest.raises(WaitedError, match="for other hosts"):

@@ -148,8 +148,13 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         is_on_node = assignment_node == node  # [nodes, num_tokens, top_k]
         crossing = self._crossing(is_on_node.any(dim=2), most_tokens)
 
+        # Where an assignment is on another node; for a token with an invalid routing that no host
+        # has checked an invalid expert, so that all nodes report it.
+        _, is_wrong = checks.wrong_indices(topk_idx, self.num_experts)
+        wrong = is_wrong.any(dim=1, keepdim=True)
+        elsewhere = torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
         assignments = topk_idx - node * self._experts_of_node
-        assignments = assignments.where(is_on_node, self._assignments_elsewhere(topk_idx)).int()
+        assignments = assignments.where(is_on_node, elsewhere).int()
         what = "plan, exchanging assignments between nodes"
         crossed = self._start(
             crossing.rows_of(assignments), (crossing.sent, crossing.received), what
@@ -176,7 +181,6 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             num_rows=inside.num_rows,
             counts=inside.counts,
             inside=inside,
-            engine=engine,
             most_tokens=most_tokens,
             crossing=crossing,
             assignment_node=assignment_node.int(),
@@ -205,7 +209,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             messages = crossing.pop(0).finish(self._waits)
             inputs = unpack(messages, piece, num_weights, x.dtype)
             with self._inside():
-                part, part_w = plan.engine.dispatch(plan.inside, *inputs)
+                part, part_w = plan.inside.made_by.dispatch(plan.inside, *inputs)
             row_w = part_w if piece.first == 0 else row_w
             if len(pieces) == 1:
                 rows = part
@@ -234,9 +238,8 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         for piece in pieces:
             part = y[:, piece.numbers(y.dtype)].contiguous()
             with self._inside():
-                sums, values = plan.engine.combine(
-                    plan.inside, part, w if piece.first == 0 else None
-                )
+                weights = w if piece.first == 0 else None
+                sums, values = plan.inside.made_by.combine(plan.inside, part, weights)
             whole = Piece(0, piece.size)
             message = pack(sums, whole, values, None, len(sums), len(sums))
             what = "combine between nodes"
@@ -287,16 +290,6 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         rank = self.group.rank
         rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
         return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
-
-    def _assignments_elsewhere(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """The placeholder for assignments on other nodes: [num_tokens, 1].
-
-        Tokens with an invalid routing that no host has checked get an invalid one, so that all
-        nodes report it.
-        """
-        _, is_wrong = checks.wrong_indices(topk_idx, self.num_experts)
-        wrong = is_wrong.any(dim=1, keepdim=True)
-        return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
 
     def _engine_inside(self) -> Engine:
         """The node's engine, created by the first plan.  Collective then."""

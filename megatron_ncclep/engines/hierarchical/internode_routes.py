@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ncclep.engines.engine import NOT_ROUTED, Engine, RoutePlan
+from megatron_ncclep.engines.engine import NOT_ROUTED, RoutePlan
 
 NO_MESSAGE = -1
 
@@ -48,8 +48,7 @@ class HierarchicalPlan(RoutePlan):
     """Which tokens cross to which node, and the plan inside the node.
 
     Attributes:
-        inside: plan of `engine`, for the tokens that came over this rank's rail.
-        engine: the node's engine, which made `inside`.
+        inside: the plan of the node's engine, for the tokens that came over this rank's rail.
         most_tokens: the most tokens of any rank; in static mode, the number that fits.
         crossing: the messages of the tokens.
         assignment_node: int32 [num_tokens, top_k]: the node of each assignment; -1: not
@@ -57,7 +56,6 @@ class HierarchicalPlan(RoutePlan):
     """
 
     inside: RoutePlan
-    engine: Engine
     most_tokens: int
     crossing: Crossing
     assignment_node: torch.Tensor

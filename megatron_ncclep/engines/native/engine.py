@@ -214,21 +214,20 @@ class NativeEngine(EngineBase[NativePlan]):
         self.group.resources.release(self._name, self.timeout_s)
 
     def _describe(self, call: RowsCall) -> None:
-        """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
-        kind = (row_bytes_of(call.rows), call.plan.top_k)
+        """Log at level DEBUG how dispatch and combine share their CTAs, once per kind of row.
+
+        See `csrc/native/rows/cta_roles.h`.
+        """
+        kind = row_bytes, top_k = row_bytes_of(call.rows), call.plan.top_k
         if self.group.rank != 0 or kind in self._described:
             return
         self._described.add(kind)
-        self.group.announce(configuration(self.num_sms, self.group.size, *kind), logging.DEBUG)
-
-
-def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
-    """Say how dispatch and combine share their CTAs; see `csrc/native/rows/cta_roles.h`."""
-    native = extension.load()
-    staging, pulling = native.split_dispatch(num_sms)
-    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)
-    return (
-        f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
-        f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
-        f"{sending} sending, {summing} summing"
-    )
+        native, num_sms, num_ranks = extension.load(), self.num_sms, self.group.size
+        staging, pulling = native.split_dispatch(num_sms)
+        adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)
+        self.group.announce(
+            f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
+            f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
+            f"{sending} sending, {summing} summing",
+            logging.DEBUG,
+        )

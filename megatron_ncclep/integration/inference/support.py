@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceSession
+from megatron_ncclep.integration.inference.session import DTYPE, InferenceSession
 from megatron_ncclep.integration.options.field import NAME, accept_type, derived
 from megatron_ncclep.integration.patching import is_changed, mark_patched, replaces, validated_as
 from megatron_ncclep.ranks.group import EpGroup
@@ -78,15 +78,6 @@ def _not_in_this_release() -> str:
     )
 
 
-def ignored_option(options: Mapping[str, Any], trains: bool, generates: bool) -> str | None:
-    """The first of the given options that nothing would use, in training or generating text."""
-    for name in options:
-        in_training = trains and name != "inference_tokens"
-        if not in_training and not (generates and name in OPTIONS):
-            return name
-    return None
-
-
 def training_options(config: Any, options: EpConfig) -> EpConfig:
     """The options for the dispatcher of all other passes.
 
@@ -99,8 +90,7 @@ def training_options(config: Any, options: EpConfig) -> EpConfig:
             f"{getattr(config, FIELD, None)!r}, which would ignore it: leave it out, or set "
             f"{FIELD}={NAME!r}"
         )
-    values = vars(options) | {"inference_tokens": None}
-    return EpConfig(**values)
+    return dataclasses.replace(options, inference_tokens=None)
 
 
 def check_inference_type(config: Any) -> None:

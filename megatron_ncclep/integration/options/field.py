@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -66,9 +66,8 @@ def names_variable(was_put_in_place: bool) -> Iterator[None]:
         ) from error
 
 
-def as_alltoall(config: Any) -> AbstractContextManager[None]:
-    """Let Megatron validate a config, or build a layer, as if it had the type `alltoall`."""
-    return validated_as(config, TYPE_FIELD, "alltoall")
+# Lets Megatron validate a config, or build a layer, as if it had the type `alltoall`.
+as_alltoall = functools.partial(validated_as, field=TYPE_FIELD, value="alltoall")
 
 
 @dataclasses.dataclass

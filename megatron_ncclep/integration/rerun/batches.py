@@ -152,7 +152,14 @@ class _Copier:
         if id(item) in done:
             return done[id(item)]
         if isinstance(item, torch.Tensor):
-            return self._watched(item)
+            if item.is_inference():  # such a tensor has no version
+                with torch.inference_mode():
+                    return item.clone()
+            if item.layout is torch.strided and not item.untyped_storage().resizable():
+                # Somebody else's memory, such as an array's, whose changes are not seen.
+                return item.clone()
+            self.versions.append((item, item._version))
+            return item
         if type(item) in (set, frozenset) or type(item).__new__ is tuple.__new__:
             new = type(item)(self.copied(value, done) for value in item)
         elif isinstance(item, tuple) and hasattr(item, "_make"):
@@ -192,13 +199,3 @@ class _Copier:
             if hasattr(item, name):
                 object.__setattr__(new, name, self.copied(getattr(item, name), done))
         return new
-
-    def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_inference():  # such a tensor has no version
-            with torch.inference_mode():
-                return tensor.clone()
-        if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
-            # Somebody else's memory, such as an array's, whose changes are not seen.
-            return tensor.clone()
-        self.versions.append((tensor, tensor._version))
-        return tensor

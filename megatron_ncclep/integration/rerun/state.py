@@ -132,7 +132,10 @@ class Snapshot:
             holder[name] = value
         for tensors, memories, values in self._copies:
             for tensor, memory in zip(tensors, memories, strict=True):
-                if not _can_hold(tensor, memory):
+                # Has the tensor's memory of now room for all bits of that of before?
+                widest = torch.promote_types(tensor.dtype, memory.dtype)
+                before = (memory.shape, memory.device, widest)
+                if (tensor.shape, tensor.device, tensor.dtype) != before:
                     tensor.data = memory
             torch._foreach_copy_(tensors, values)
         for tensor, value in self._model.made_by_steps():
@@ -161,12 +164,6 @@ def _copies(
         values = [part.view(m.shape) for part, m in zip(parts, memories, strict=True)]
         copies.append((group, memories, values))
     return copies
-
-
-def _can_hold(tensor: torch.Tensor, earlier: torch.Tensor) -> bool:
-    """Whether the tensor's memory of today has room for all bits of that of an earlier day."""
-    widest = torch.promote_types(tensor.dtype, earlier.dtype)
-    return (tensor.shape, tensor.device, tensor.dtype) == (earlier.shape, earlier.device, widest)
 
 
 def _logged_tensors() -> list[torch.Tensor]:
