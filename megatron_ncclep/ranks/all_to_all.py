@@ -91,10 +91,8 @@ class PendingTransfers:
         self._last.record()
 
     def check(self) -> None:
-        """Wait until the last exchange is over.  Not collective.
-
-        This includes exchanges in a CUDA graph that was replayed on the current stream.  While that
-        stream is being captured waiting is impossible.
+        """Wait until the last exchange is over, also in a CUDA graph that was replayed on the
+        current stream.  While that stream is being captured waiting is impossible.
 
         Raises:
             PeerError: it was not over in time.

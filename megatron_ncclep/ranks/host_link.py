@@ -46,17 +46,10 @@ class HostLink:
         self._memory: _C.HostExchange | None = None  # if the ranks share memory
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes | None:
-        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
-
-        Args:
-            mine: at least one byte; as many on every rank.
+        """See `Hosts.exchange`; raises GroupClosedError if this process was forked from the rank's.
 
         Returns:
             None if the link is not open, or if the ranks share no memory; nothing was sent then.
-
-        Raises:
-            GroupClosedError: this process was forked from the rank's.
-            PeerError: a rank did not come in time, died, or sent a different number of bytes.
         """
         if self.size == 1:
             return mine
@@ -69,13 +62,8 @@ class HostLink:
     def open(self, gather: Callable[[bytes], bytes]) -> None:
         """Find out whether the ranks can share memory, and share some.  Collective.
 
-        If they cannot, rank 0 logs why.
-
-        Args:
-            gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
-
-        Raises:
-            the errors of `gather`; the link is not open then.
+        If they cannot, rank 0 logs why.  After an error of `gather`, which returns every rank's
+        bytes in the order of ranks, the link is not open.
         """
         # Ranks that NCCL treats as on different hosts must not share memory either.
         host_ids = gather(topology.host_id())
@@ -98,27 +86,20 @@ class HostLink:
             )
 
     def enter(self, call: int, skips_exchange: bool, since: int = 0) -> None:
-        """Tell ranks that wait in this or an earlier call that this rank is here.  Not collective.
+        """Tell ranks that wait in this or an earlier call that this rank is here (`Hosts.enter`).
 
         Without shared memory the others learn neither this nor the reason given to `refuse`.
 
         Args:
             call: number of the call; numbers increase.
-            skips_exchange: this rank exchanges nothing in it.
             since: ranks that refused calls before this one are still expected to come.
-
-        Raises:
-            GroupClosedError: this process was forked from the rank's.
         """
         if self._memory is not None:
             self._require_own_process(f"call {call}")
             self._memory.enter(call, skips_exchange, since)
 
     def refuse(self, reason: str) -> None:
-        """Publish why this rank has refused its current call.
-
-        An empty text withdraws it.
-        """
+        """Publish why this rank has refused its current call; an empty text withdraws it."""
         if self._memory is not None:
             self._memory.refuse(reason.encode())
 

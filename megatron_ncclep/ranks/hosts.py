@@ -139,7 +139,6 @@ class Hosts:
     ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
 
-        Waits on the host for the other ranks' hosts, but not for what is queued on any device.
         The ranks compare a hash of the values, and exchange the values only if it differs.
 
         Args:
@@ -192,7 +191,6 @@ class Hosts:
         next open or close.
 
         Args:
-            theirs: every rank's message.
             clears_refusals: this rank is in an open or close too, and will exchange its message
                 again.
 

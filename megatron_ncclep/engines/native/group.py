@@ -86,12 +86,8 @@ class NativeGroup(Resource):
     ) -> bool:
         """Begin a call: raise pending failures, set the deadline.  Does not wait; not collective.
 
-        Args:
-            timeout_s: for what is queued from now on.
-            num_tokens, top_k, row_bytes: the largest batch of the call.
-
         Returns:
-            whether the windows are large enough for it.
+            whether the windows are large enough for its largest batch, `num_tokens` and so on.
 
         Raises:
             as `raise_failure`.
@@ -218,8 +214,7 @@ class NativeGroup(Resource):
         ranks only.  One batch size that all ranks share by chance says nothing about the next; many
         in a row do.
 
-        Args:
-            num_tokens: of each rank, in a static plan on which all hosts agreed.
+        `num_tokens`: of each rank, in a static plan on which all hosts agreed.
         """
         is_even = len(set(num_tokens)) == 1
         self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
@@ -228,11 +223,8 @@ class NativeGroup(Resource):
         """Say whose routing was bad in earlier calls in which no host checked it.
 
         Covers the work that the device has finished: what was queued on all ranks before they
-        waited for their devices is known to all of them.
-
-        Args:
-            forget: clear it, because the caller raises it.  With other ranks, no work may be in
-                flight.
+        waited for their devices is known to all of them.  `forget`: clear it, because the caller
+        raises it; with other ranks, no work may be in flight.
         """
         by_call = {
             "plan (static mode)": self.native.bad_ranks(forget),
