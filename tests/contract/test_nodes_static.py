@@ -115,7 +115,8 @@ def inside_that_waits_for_nothing(ctx: RankContext, local_ranks: int = 2) -> Ite
     """A grid whose nodes have an engine that waits for nothing."""
     caps = dataclasses.replace(CAPS, captures_static=True)
     with grid(ctx, local_ranks), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hierarchical.INSIDE, "reference", (InsideWithoutWaits, caps))
+        patch.setattr(InsideWithoutWaits, "caps", caps)
+        patch.setitem(hierarchical.INSIDE, "reference", InsideWithoutWaits)
         yield
 
 
