@@ -326,7 +326,10 @@ class Hosts:
             result = step()
         except Exception as error:  # of any kind: the other ranks have to know
             failure = error
-        problem = None if failure is None else _reason(failure)
+        problem = None
+        if failure is not None:  # with its type, unless it is one of this package's
+            is_ours = isinstance(failure, EpError) and str(failure)
+            problem = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
         if problems := self.gather_problems(problem, what, timeout_s):
             kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
             mine = -1 if failure is None else (kinds or [0])[0]
@@ -363,9 +366,3 @@ def difference(phase: str, name: str, each: str) -> str:
         f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
         f"Give every rank the same {name}"
     )
-
-
-def _reason(error: Exception) -> str:
-    """The text of an exception; with its type, unless it is one of this package's."""
-    text = str(error)
-    return text if text and isinstance(error, EpError) else f"{type(error).__name__}: {text}"

@@ -7,6 +7,7 @@ which the other ranks write: nothing is copied, and its addresses never change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -250,9 +251,7 @@ class NativeLowLatency(Resource):
 
     def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """The window's memory as a tensor, without a copy."""
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         flat = torch.as_tensor(_Memory(address, num_bytes), device=self._group.device)
         return flat.view(dtype).view(shape)
 
