@@ -136,7 +136,7 @@ def open_group(
         choose_engine(group, EpConfig(**options), case.num_experts)
     with environment(variables):
         made = extension.load().NcclEpGroup(
-            open_library().native, communicator_of(group, setting.timeout_s),
+            open_library()[0], communicator_of(group, setting.timeout_s),
             num_experts=case.num_experts, max_tokens=max_tokens, max_recv_rows=0,
             row_bytes=case.hidden * case.dtype.itemsize, top_k=case.top_k, num_sms=num_sms or 0,
             timeout_s=setting.timeout_s, low_latency=low_latency,

@@ -155,23 +155,17 @@ def choose_engine(
     Raises:
         EngineUnavailableError: on every rank, when the named engine (with "auto": any) cannot run.
     """
-    if config.engine != AUTO:
-        reason = group.hosts.gather_problems(
-            _unavailable_reason(config.engine, group, config, num_experts),
-            "open",
-            group.deadline_s(config),
-        )
-        if reason:
-            raise EngineUnavailableError(f"engine {config.engine!r} cannot run here: {reason}")
-        return config.engine, "requested by name"
-    reasons: list[str] = []
-    for name in ENGINES:
+    is_auto, reasons = config.engine == AUTO, list[str]()
+    for name in ENGINES if is_auto else (config.engine,):
         reason = group.hosts.gather_problems(
             _unavailable_reason(name, group, config, num_experts), "open", group.deadline_s(config)
         )
         if not reason:
-            return name, "\n".join([*reasons, f"{name} can run"])
+            why = f"{name} can run" if is_auto else "requested by name"
+            return name, "\n".join([*reasons, why])
         reasons.append(f"not {name}: {reason}")
+        if not is_auto:
+            raise EngineUnavailableError(f"engine {name!r} cannot run here: {reason}")
     raise EngineUnavailableError(f"no engine can run: {'; '.join(reasons)}")
 
 

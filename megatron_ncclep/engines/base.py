@@ -31,13 +31,10 @@ class EngineBase(Uncopied, Resource, Generic[_Plan]):
     an engine would have to forward every attribute and method.  Users only see `Engine`.
 
     Attributes:
-        plan_type: class of the engine's plans.
         caps, config, ranks_per_expert: see `Engine`.
         num_nodes: nodes of the grid.  The engine serves one of them, and each of its ranks brings
             as many tokens for each node as one rank of the grid has.
-        group: the ranks.
-        num_experts: of the whole group.
-        num_local_experts: of each rank.
+        num_experts, num_local_experts: of the whole group, and of each rank.
         streams: keeps tensors alive for kernels on streams other than their own.
     """
 
@@ -173,16 +170,8 @@ class EngineBase(Uncopied, Resource, Generic[_Plan]):
     ) -> _Plan:
         """Check the arguments of dispatch or combine on all ranks.  Collective.
 
-        Args:
-            phase: "dispatch", where `rows` is x at the tokens' source ranks, or "combine", where it
-                is y.
-            plan: the plan as the caller passed it.
-            rows: the payload.
-            w: weights that go with it, or None.
-            problem: what is wrong on this rank, `rows_problem` included; None if nothing is.
-
-        Returns:
-            plan.
+        `phase`: "dispatch" or "combine"; `problem`: what is wrong on this rank, `rows_problem`
+        included, if anything is.  Returns the plan.
         """
         values: dict[str, int | str | None] = {}
         if problem is None:

@@ -141,53 +141,9 @@ def _first(is_wrong: torch.Tensor) -> list[int]:
     return first
 
 
-def payload_problem(
-    is_dispatch: bool, tensor: torch.Tensor, num_rows: int, caps: EngineCaps, device: torch.device
-) -> str | None:
-    """Say what is wrong with the rows `tensor`, which should be [num_rows, hidden].
-
-    They are `x` of dispatch (`is_dispatch`), which only copies them, or `y` of combine.
-    """
-    name = "x" if is_dispatch else "y"
-    if problem := type_problem(name, tensor):
-        return problem
-    if tensor.dim() != 2 or tensor.shape[0] != num_rows:
-        return f"{name} has shape {list(tensor.shape)}: the plan expects [{num_rows}, hidden]"
-    if problem := device_problem(name, tensor, device):
-        return problem
-    if tensor.dtype == BYTES and not is_dispatch:
-        return f"{name} is {BYTES}: combine cannot add up rows of bytes; dispatch moves them"
-    if tensor.dtype not in caps.payload_dtypes and not (tensor.dtype == BYTES and caps.moves_bytes):
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes)
-        also = f", and in dispatch {BYTES}" if is_dispatch and caps.moves_bytes else ""
-        return f"{name} is {tensor.dtype}: engine {caps.name!r} moves {known}{also}"
-    row_bytes = tensor.shape[1] * tensor.element_size()
-    if row_bytes == 0 or row_bytes % caps.row_bytes_multiple:
-        return (
-            f"a row of {name} has {row_bytes} bytes: engine {caps.name!r} needs a positive "
-            f"multiple of {caps.row_bytes_multiple}; change the hidden size"
-        )
-    return None
-
-
 def weight_dtype(payload: torch.Tensor) -> torch.dtype:
     """The dtype in which weights travel: fp32, or fp64 with an fp64 payload (gradient checks)."""
     return torch.float64 if payload.dtype == torch.float64 else torch.float32
-
-
-def weights_problem(
-    w: torch.Tensor | None, shape: tuple[int, ...], payload: torch.Tensor, device: torch.device
-) -> str | None:
-    """Say what is wrong with the weights `w` of `payload`, if there are any."""
-    if w is None:
-        return None
-    if problem := type_problem("w", w):
-        return problem
-    if tuple(w.shape) != shape:
-        return f"w has shape {list(w.shape)}: the plan expects {list(shape)}"
-    if w.dtype != weight_dtype(payload):
-        return f"w is {w.dtype}: with {payload.dtype} rows it must be {weight_dtype(payload)}"
-    return device_problem("w", w, device)
 
 
 def rows_problem(
@@ -198,12 +154,40 @@ def rows_problem(
     caps: EngineCaps,
     device: torch.device,
 ) -> str | None:
-    """Say what is wrong with the arguments of dispatch (`is_dispatch`) or combine of `Engine`."""
+    """Say what is wrong with the arguments of dispatch (`is_dispatch`) or combine of `Engine`.
+
+    Dispatch only copies `rows`, its x; combine adds them up, its y.
+    """
+    name = "x" if is_dispatch else "y"
     num_rows = plan.num_tokens if is_dispatch else plan.num_rows
-    w_shape = (plan.num_tokens, plan.top_k) if is_dispatch else (plan.num_rows,)
-    return payload_problem(is_dispatch, rows, num_rows, caps, device) or weights_problem(
-        w, w_shape, rows, device
-    )
+    if problem := type_problem(name, rows):
+        return problem
+    if rows.dim() != 2 or rows.shape[0] != num_rows:
+        return f"{name} has shape {list(rows.shape)}: the plan expects [{num_rows}, hidden]"
+    if problem := device_problem(name, rows, device):
+        return problem
+    if rows.dtype == BYTES and not is_dispatch:
+        return f"{name} is {BYTES}: combine cannot add up rows of bytes; dispatch moves them"
+    if rows.dtype not in caps.payload_dtypes and not (rows.dtype == BYTES and caps.moves_bytes):
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in caps.payload_dtypes)
+        also = f", and in dispatch {BYTES}" if is_dispatch and caps.moves_bytes else ""
+        return f"{name} is {rows.dtype}: engine {caps.name!r} moves {known}{also}"
+    row_bytes = rows.shape[1] * rows.element_size()
+    if row_bytes == 0 or row_bytes % caps.row_bytes_multiple:
+        return (
+            f"a row of {name} has {row_bytes} bytes: engine {caps.name!r} needs a positive "
+            f"multiple of {caps.row_bytes_multiple}; change the hidden size"
+        )
+    if w is None:
+        return None
+    if problem := type_problem("w", w):
+        return problem
+    shape = (plan.num_tokens, plan.top_k) if is_dispatch else (plan.num_rows,)
+    if tuple(w.shape) != shape:
+        return f"w has shape {list(w.shape)}: the plan expects {list(shape)}"
+    if w.dtype != weight_dtype(rows):
+        return f"w is {w.dtype}: with {rows.dtype} rows it must be {weight_dtype(rows)}"
+    return device_problem("w", w, device)
 
 
 def plan_problem(plan: RoutePlan, kind: type[RoutePlan], engine: Any) -> str | None:

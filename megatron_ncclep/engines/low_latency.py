@@ -13,9 +13,8 @@ tokens 0, 1, 2 name experts (0, 1), (3, 0), (2, 3).  From rank 0, rank 1 gets co
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,54 +26,9 @@ from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
 
-
-class _Last(enum.Enum):
-    """The last call."""
-
-    COMBINED = "combine"
-    DISPATCH_SENT = "send_dispatch"
-    DISPATCHED = "dispatch"
-    COMBINE_SENT = "send_combine"
-
-
-class LowLatencyCalls(Protocol):
-    """An engine's part of a `LowLatency`, which has already checked turns and arguments."""
-
-    def begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        """Preamble of every call: raise pending errors, and `problem` on all ranks.
-
-        Args:
-            phase: "dispatch" or "combine".
-            problem: what is wrong on this rank, if anything is.
-            sends: the call has a first half.
-        """
-        ...
-
-    def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
-        """Say what is wrong with the values of a routing, if the host checks them."""
-        ...
-
-    def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
-        """Do the first half and, if it `completes`, the second, after which the result is valid."""
-        ...
-
-    def complete_dispatch(self) -> LowLatencyRows:
-        """Do the second half."""
-        ...
-
-    def combine(
-        self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
-    ) -> torch.Tensor:
-        """Like `dispatch`.  With `rows_of`, y is [rows, hidden]."""
-        ...
-
-    def complete_combine(self) -> torch.Tensor:
-        """Do the second half."""
-        ...
-
-    def close(self) -> None:
-        """Release its resources.  Called once, when all ranks have agreed or will not come."""
-        ...
+if TYPE_CHECKING:
+    from megatron_ncclep.engines.native.low_latency import NativeLowLatency
+    from megatron_ncclep.engines.reference.low_latency import ReferenceLowLatency
 
 
 class LowLatency(Uncopied, Resource):
@@ -83,10 +37,6 @@ class LowLatency(Uncopied, Resource):
     All calls are collective, and every rank makes the same ones in the same order.  A rank may have
     any number of tokens up to `max_tokens`, including none.  Results may be used on the stream on
     which the call was made.  Two micro-batches at a time need two objects.
-
-    Attributes:
-        group: the ranks.
-        sizes: as passed to `create_low_latency`.
     """
 
     def __init__(
@@ -94,13 +44,17 @@ class LowLatency(Uncopied, Resource):
         group: EpGroup,
         caps: EngineCaps,
         sizes: LowLatencySizes,
-        calls: LowLatencyCalls,
+        calls: NativeLowLatency | ReferenceLowLatency,
         release: Callable[[], None],
     ) -> None:
-        """Not collective; `calls` belong to an engine with these `caps`; `release` closes them."""
+        """Not collective.
+
+        `calls`, whose arguments this object checks, belong to an engine with these `caps`;
+        `release` closes them.
+        """
         self.group, self.sizes = group, sizes
         self._caps, self._calls, self._release = caps, calls, release
-        self._last = _Last.COMBINED
+        self._last = "combine"  # the last call
         self._closed = False
 
     # --- calls ------------------------------------------------------------------------------------
@@ -127,9 +81,7 @@ class LowLatency(Uncopied, Resource):
             PeerError: a rank did not come.
             GroupClosedError: the object or its group was closed.
         """
-        rows = self._start_dispatch(Tokens(x, topk_idx, weights, scales), completes=True)
-        self._last = _Last.DISPATCHED
-        return rows
+        return self._dispatch(Tokens(x, topk_idx, weights, scales), completes=True)
 
     @torch.compiler.disable
     def send_dispatch(
@@ -143,17 +95,14 @@ class LowLatency(Uncopied, Resource):
 
         The arguments must stay as they are until `complete_dispatch` is over on the device.
         """
-        self._start_dispatch(Tokens(x, topk_idx, weights, scales), completes=False)
-        self._last = _Last.DISPATCH_SENT
+        self._dispatch(Tokens(x, topk_idx, weights, scales), completes=False)
 
     @torch.compiler.disable
     def complete_dispatch(self) -> LowLatencyRows:
         """Do the second half of `dispatch`."""
-        self._require_open()
-        problem = self._turn_problem("complete_dispatch", _Last.DISPATCH_SENT)
-        self._calls.begin("dispatch", problem, False)
+        self._calls.begin("dispatch", self._problem("complete_dispatch", "send_dispatch"), False)
         rows = self._calls.complete_dispatch()
-        self._last = _Last.DISPATCHED
+        self._last = "dispatch"
         return rows
 
     @torch.compiler.disable
@@ -172,9 +121,7 @@ class LowLatency(Uncopied, Resource):
         Raises:
             as `dispatch`.
         """
-        out = self._start_combine(y, rows_of, completes=True)
-        self._last = _Last.COMBINED
-        return out
+        return self._combine(y, rows_of, completes=True)
 
     @torch.compiler.disable
     def send_combine(self, y: torch.Tensor, rows_of: torch.Tensor | None = None) -> None:
@@ -182,17 +129,14 @@ class LowLatency(Uncopied, Resource):
 
         The arguments must stay as they are until `complete_combine` is over on the device.
         """
-        self._start_combine(y, rows_of, completes=False)
-        self._last = _Last.COMBINE_SENT
+        self._combine(y, rows_of, completes=False)
 
     @torch.compiler.disable
     def complete_combine(self) -> torch.Tensor:
         """Do the second half of `combine`."""
-        self._require_open()
-        problem = self._turn_problem("complete_combine", _Last.COMBINE_SENT)
-        self._calls.begin("combine", problem, False)
+        self._calls.begin("combine", self._problem("complete_combine", "send_combine"), False)
         out = self._calls.complete_combine()
-        self._last = _Last.COMBINED
+        self._last = "combine"
         return out
 
     def close(self) -> None:
@@ -201,36 +145,35 @@ class LowLatency(Uncopied, Resource):
             self._closed = True
             self._release()
 
-    def _start_dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
-        self._require_open()
-        problem = self._turn_problem("dispatch", _Last.COMBINED) or self._dispatch_problem(tokens)
+    def _dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
+        problem = self._problem("dispatch", "combine") or self._dispatch_problem(tokens)
         self._calls.begin("dispatch", problem, True)
-        return self._calls.dispatch(tokens, completes)
+        rows = self._calls.dispatch(tokens, completes)
+        self._last = "dispatch" if completes else "send_dispatch"
+        return rows
 
-    def _start_combine(
+    def _combine(
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
-        self._require_open()
-        problem = self._turn_problem("combine", _Last.DISPATCHED) or self._combine_problem(
-            y, rows_of
-        )
+        problem = self._problem("combine", "dispatch") or self._combine_problem(y, rows_of)
         self._calls.begin("combine", problem, True)
         if rows_of is not None:
             y = y.reshape(-1, self.sizes.hidden)
-        return self._calls.combine(y, rows_of, completes)
+        out = self._calls.combine(y, rows_of, completes)
+        self._last = "combine" if completes else "send_combine"
+        return out
 
-    def _require_open(self) -> None:
+    def _problem(self, call: str, after: str) -> str | None:
+        """Say that the last call was not `after`, if so; raise GroupClosedError when closed."""
         self.group.torch.require_open()
         if self._closed:
             raise GroupClosedError("the low-latency object was closed: make another one")
-
-    def _turn_problem(self, call: str, needed: _Last) -> str | None:
-        if self._last is needed:
+        if self._last == after:
             return None
         return (
-            f"{call} of a low-latency object must come after {needed.value}, and the last call was "
-            f"{self._last.value}: dispatch and combine take turns; two micro-batches at a time "
-            "need two objects"
+            f"{call} of a low-latency object must come after {after}, and the last call was "
+            f"{self._last}: dispatch and combine take turns; two micro-batches at a time need two "
+            "objects"
         )
 
     def _dispatch_problem(self, tokens: Tokens) -> str | None:
@@ -286,11 +229,6 @@ def _first_problem(
     return None
 
 
-class _HasLowLatency(Protocol):
-    group: EpGroup
-    make_low_latency: Callable[[LowLatencySizes, int], LowLatencyCalls]
-
-
 def create_low_latency(
     engine: Engine,
     *,
@@ -320,12 +258,11 @@ def create_low_latency(
             "ranks in an NVLink domain, or 'reference' on a CPU"
         )
     sizes = LowLatencySizes(max_tokens, hidden, top_k, dtype, payload or dtype, num_scales)
-    maker = cast(_HasLowLatency, engine)
     problem = sizes.problem(engine.caps)
     if problem is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         problem = "a low-latency object cannot be made while a CUDA graph is captured"
     values = {} if problem else sizes.values()
-    group, config = maker.group, engine.config
+    group, config, maker = engine.group, engine.config, cast(Any, engine)
     number = group.hosts.agree("open", values, problem, group.deadline_s(config)).call
     name = f"low-latency {number}"  # shared by the group, so that it is closed with the group
     calls = group.resources.share(name, lambda: maker.make_low_latency(sizes, number))

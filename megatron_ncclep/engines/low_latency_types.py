@@ -151,12 +151,7 @@ class LowLatencyRows:
         if top_k > num_local:
             rows_of = torch.nn.functional.pad(rows_of, (0, top_k - num_local), value=NOT_ROUTED)
         order = (~has_expert).int().argsort(dim=0, stable=True).T  # [experts, places]
-        flat = self.rows.view(num_places, -1)
-        return ExpertRows(
-            flat.view(torch.uint8)[order].view(flat.dtype),
-            has_expert.sum(0).int(),
-            rows_of.view(*self.topk_idx.shape),
-        )
+        return self._by_place(order, has_expert.sum(0), rows_of)
 
     def packed_by_expert(self) -> ExpertRows:
         """Copy the rows to contiguous blocks of experts, as grouped GEMMs take them.
@@ -180,9 +175,13 @@ class LowLatencyRows:
         counts = key.new_zeros(num_local + 1).scatter_add_(
             0, key.div(num_places, rounding_mode="floor"), torch.ones_like(key)
         )
-        flat = self.rows.view(num_places, -1)
-        return ExpertRows(
-            flat.view(torch.uint8)[order.div(kept, rounding_mode="floor")].view(flat.dtype),
-            counts[:num_local].int(),
-            rows_of.view(*self.topk_idx.shape),
-        )
+        place = order.div(kept, rounding_mode="floor")
+        return self._by_place(place, counts[:num_local], rows_of)
+
+    def _by_place(
+        self, place: torch.Tensor, counts: torch.Tensor, rows_of: torch.Tensor
+    ) -> ExpertRows:
+        """Rows with a copy of the row at each `place`."""
+        flat = self.rows.view(-1, self.rows.shape[-1])
+        rows = flat.view(torch.uint8)[place].view(flat.dtype)
+        return ExpertRows(rows, counts.int(), rows_of.view(*self.topk_idx.shape))

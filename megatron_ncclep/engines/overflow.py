@@ -60,7 +60,6 @@ def rows_limit(
     3 + 17 // 16 = 4 blocks, 64 rows.
 
     Args:
-        config: options of the engine.
         num_ranks: R.
         num_tokens: T where the config has no `max_tokens_per_rank`.
         top_k: K, columns of topk_idx.
@@ -138,6 +137,18 @@ def drop_what_does_not_fit(
     return torch.where(assignments_fit, topk_idx, NOT_ROUTED)
 
 
+def assignments_of_experts(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Assignments for each expert, int64 [num_experts].  Does not wait; not collective.
+
+    Args:
+        topk_idx: integers [num_tokens, top_k], experts or `NOT_ROUTED`.
+    """
+    # An extra entry counts assignments that are not routed.
+    expert = torch.where(topk_idx == NOT_ROUTED, num_experts, topk_idx).long().reshape(-1)
+    counts = expert.new_zeros(num_experts + 1)
+    return counts.scatter_add(0, expert, torch.ones_like(expert))[:num_experts]
+
+
 def rows_needed(counts: torch.Tensor, alignment: int) -> torch.Tensor:
     """Rows that every rank needs if nothing is dropped, padding included.  Not collective.
 
@@ -194,12 +205,9 @@ class OverflowReport(Resource):
         return group.resources.share(cls.name(config), lambda: cls(group, config))
 
     def record(self, needed: torch.Tensor, limit: int) -> None:
-        """Record the rows that a plan needs.  Does not wait.
+        """Record the rows that a plan needs, padding included: int64 [num_ranks].  Does not wait.
 
-        Args:
-            needed: int64 [num_ranks]: rows that each rank needs, including the padding of its
-                blocks.
-            limit: rows that each rank has.
+        `limit`: rows that each rank has.
         """
         if self._group.is_warmup:
             return
@@ -212,12 +220,8 @@ class OverflowReport(Resource):
         return None if self._group.is_warmup else self.words
 
     def check(self) -> None:
-        """Raise an error if rows were lacking since the last check.  Waits for the current stream.
-
-        Does nothing while that stream is captured in a CUDA graph.
-
-        Raises:
-            RowsDroppedError: a rank lacked rows; the text is the same on all ranks.
+        """Raise RowsDroppedError, with the same text on all ranks, if rows were lacking since the
+        last check.  Waits for the current stream; does nothing while a CUDA graph captures it.
         """
         if _is_capturing(self.words.device):
             return
@@ -301,10 +305,7 @@ class DropWarning(Resource):
         self._watched.append((weakref.ref(counter), config.max_recv_rows))
 
     def check(self) -> None:
-        """Warn about the drops known so far.  Does not wait; not collective.
-
-        On a GPU the counters are copied to the host at one call, and read at a later one.
-        """
+        """Warn about the drops known so far; on a GPU, those of an earlier call.  Does not wait."""
         if self._has_spoken or _is_capturing(self._group.device):
             return
         counts = self._known_counts()

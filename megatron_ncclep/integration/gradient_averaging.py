@@ -65,7 +65,7 @@ def refuse_in(class_name: str) -> Any:
 
 def _asked_for(config: Any) -> EpConfig | None:
     """The options of a config that asks for two-level averaging, or None."""
-    options = resolve_options(config) or EpConfig.resolve()
+    options = resolve_options(config)
     if options.gradient_averaging != A2SGD:
         return None
     kind = getattr(config, "moe_token_dispatcher_type", None)

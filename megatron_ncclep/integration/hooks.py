@@ -25,50 +25,20 @@ from megatron_ncclep.config import A2SGD, VARIABLES, EpConfig
 from megatron_ncclep.error_reporting import install_excepthook
 from megatron_ncclep.errors import InputError, IntegrationError, UnsupportedError
 from megatron_ncclep.integration.bridge import HOOKS as BRIDGE_HOOKS
-from megatron_ncclep.integration.checks.batch_invariance import (
-    check_generation,
-    check_invariance,
-    warn_of_experts,
+from megatron_ncclep.integration.checks import (
+    batch_invariance,
+    cuda_graphs,
+    fp8,
+    optimizer_step,
+    schedule,
+    unsupported,
 )
-from megatron_ncclep.integration.checks.cuda_graphs import (
-    Captured,
-    captured_by,
-    captured_in,
-    check_captured,
-    check_graph_options,
-)
-from megatron_ncclep.integration.checks.fp8 import (
-    align_for_experts,
-    announce_alignment,
-    change_padding,
-)
-from megatron_ncclep.integration.checks.optimizer_step import (
-    change_optimizer_graph,
-    check_before_steps,
-)
-from megatron_ncclep.integration.checks.schedule import keep_inputs
-from megatron_ncclep.integration.checks.unsupported import announce_unused, check_supported
-from megatron_ncclep.integration.experts.layer_experts import (
-    check_experts,
-    counts_wanted,
-    need_no_host,
-    select_experts,
-)
+from megatron_ncclep.integration.experts import layer_experts
 from megatron_ncclep.integration.gradient_averaging import change_ddp, refuse_in
 from megatron_ncclep.integration.import_hook import imported
-from megatron_ncclep.integration.inference.support import (
-    change_inference_context,
-    change_inference_field,
-    change_inference_setup,
-    check_inference_type,
-    training_options,
-)
+from megatron_ncclep.integration.inference import support as inference
 from megatron_ncclep.integration.metrics_writers import change_report, change_track
-from megatron_ncclep.integration.options.command_line import (
-    change_add_arguments,
-    change_core_config_from_args,
-    change_parse_args,
-)
+from megatron_ncclep.integration.options import command_line
 from megatron_ncclep.integration.options.field import (
     IN_PLACE_OF,
     NAME,
@@ -82,7 +52,6 @@ from megatron_ncclep.integration.options.field import (
 from megatron_ncclep.integration.options.uses import notices
 from megatron_ncclep.integration.patching import (
     Changes,
-    check_methods,
     replaces,
     unknown,
 )
@@ -189,9 +158,14 @@ def check_dispatcher_hooks(layer_module: ModuleType) -> None:
     """Require Megatron's dispatchers to have the hooks that ours has.
 
     Raises:
-        IntegrationError: names the hook.
+        IntegrationError: one is missing, or takes other arguments; names it.
     """
-    check_methods(layer_module.MoETokenDispatcher, _DISPATCHER_HOOKS)
+    owner = layer_module.MoETokenDispatcher
+    for name, number in _DISPATCHER_HOOKS.items():
+        function = getattr(owner, name, None)
+        if not callable(function) or len(inspect.signature(function).parameters) != 1 + number:
+            where = f"{owner.__module__}.{owner.__name__}.{name}"
+            raise unknown(where, f"a method of {number} argument{'s' if number > 1 else ''}")
 
 
 @replaces("TransformerConfig.__post_init__", ["self"])
@@ -199,15 +173,15 @@ def _change_post_init(original: Any) -> Any:
     """Let the config validate `ncclep` as it validates `alltoall`; the value stays `ncclep`."""
 
     def post_init(self: Any) -> None:
-        check_inference_type(self)
-        check_generation(self)
+        inference.check_inference_type(self)
+        batch_invariance.check_generation(self)
         was_put_in_place = put_in_place(self)
         if getattr(self, TYPE_FIELD) != NAME:
             original(self)
             return
         with names_variable(was_put_in_place):
-            check_supported(self)
-            check_graph_options(self)
+            unsupported.check_supported(self)
+            cuda_graphs.check_graph_options(self)
         with as_alltoall(self):
             original(self)
 
@@ -237,23 +211,25 @@ def _change_layer(original: Any) -> Any:
         use()
         check_dispatcher_hooks(module)
         groups = bound.arguments.get("pg_collection") or module.get_default_pg_collection()
-        check_supported(config)
+        unsupported.check_supported(config)
         if config.num_moe_experts % groups.ep.size():
             raise InputError(
                 f"{config.num_moe_experts} experts cannot be divided over "
                 f"{groups.ep.size()} expert-parallel ranks"
             )
-        options = training_options(config, resolve_options(config) or EpConfig.resolve())
-        check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
-        check_invariance(config, options)
-        options = align_for_experts(config, options)
-        check_before_steps()
+        options = inference.training_options(config, resolve_options(config))
+        layer_experts.check_experts(config, options, groups.ep.size(), groups.expt_tp.size())
+        batch_invariance.check_invariance(config, options)
+        options = fp8.align_for_experts(config, options)
+        optimizer_step.check_before_steps()
         install_excepthook()
         if config.overlap_moe_expert_parallel_comm:
-            keep_inputs(NAME)
+            schedule.keep_inputs()
         with as_alltoall(config):
             original(self, *args, **kwargs)
-        options, choice, grouped = select_experts(self, options, groups.expt_tp.size())
+        options, choice, grouped = layer_experts.select_experts(
+            self, options, groups.expt_tp.size()
+        )
         # Megatron's dispatcher holds nothing yet: it is replaced before its first use.
         from megatron_ncclep.integration.dispatcher import NcclEpTokenDispatcher
 
@@ -264,7 +240,7 @@ def _change_layer(original: Any) -> Any:
             config=config,
             pg_collection=groups,
             options=options,
-            **counts_wanted(self.experts),
+            **layer_experts.counts_wanted(self.experts),
             grouped=grouped,
         )
         if hasattr(self, "_training_token_dispatcher"):
@@ -273,36 +249,40 @@ def _change_layer(original: Any) -> Any:
             self._training_token_dispatcher = self.token_dispatcher
         if overlapped is not None:
             self.token_dispatcher.set_shared_experts(overlapped)
-        announce_alignment(config, options, self.token_dispatcher.group)
-        announce_unused(config, self.token_dispatcher.group)
+        told = [fp8.pads_rows(config, options), unsupported.unused_options(config)]
         if (replaced := envs.get(IN_PLACE_OF)) is not None:
-            text = f"{IN_PLACE_OF}={replaced}: configs with {TYPE_FIELD}={replaced!r} get {NAME!r}"
-            EpGroup.of(self.token_dispatcher.group).announce(text)
-        warn_of_experts(config, self.experts, self.token_dispatcher.group)
+            told += [
+                f"{IN_PLACE_OF}={replaced}: configs with {TYPE_FIELD}={replaced!r} get {NAME!r}"
+            ]
         if choice is not None:
-            choice.announce(self.token_dispatcher.group)
-        _check_graphs(self, captured_by(config))
+            told += [f"experts: {choice.experts}, because {choice.reason}"]
+        for text in filter(None, told):
+            EpGroup.of(self.token_dispatcher.group).announce(text)
+        batch_invariance.warn_of_experts(config, self.experts, self.token_dispatcher.group)
+        _check_graphs(self, cuda_graphs.captured_by(config))
 
     return init
 
 
-def _check_graphs(layer: Any, captured: Captured) -> None:
+def _check_graphs(layer: Any, captured: cuda_graphs.Captured) -> None:
     """Refuse CUDA graphs that would capture work that needs the host; closes the layer's engine.
 
     Raises:
         UnsupportedError: names the option, its value, the reason and the remedy.
     """
-    if captured == Captured.NOTHING:
+    if captured == cuda_graphs.Captured.NOTHING:
         return
     dispatcher, experts, config = layer.token_dispatcher, layer.experts, layer.config
     engine = dispatcher.engine
     try:
-        check_captured(
+        cuda_graphs.check_captured(
             config,
             captured,
             engine.caps,
             is_static=engine.config.max_recv_rows is not None,
-            host_experts=None if need_no_host(experts, config) else type(experts).__name__,
+            host_experts=None
+            if layer_experts.need_no_host(experts, config)
+            else type(experts).__name__,
             follows_load=dispatcher.engines.load is not None,
         )
     except UnsupportedError:
@@ -319,7 +299,7 @@ def _change_transformer_layer(original: Any) -> Any:
         dispatcher = type(getattr(self.mlp, "token_dispatcher", None))
         if dispatcher.__module__ == _DISPATCHER_MODULE:
             with names_variable(put_in_place(self.config)):
-                _check_graphs(self.mlp, captured_in(self))
+                _check_graphs(self.mlp, cuda_graphs.captured_in(self))
 
     return init
 
@@ -340,9 +320,12 @@ def _refuse_ignored_experts(config: Any) -> None:
 EARLY = Changes(
     MEGATRON,
     {
-        _CONFIG_MODULE: (change_fields, change_inference_field, notices(use)),
-        "megatron.training.arguments": (change_add_arguments, change_parse_args),
-        "megatron.training.yaml_arguments": (change_core_config_from_args,),
+        _CONFIG_MODULE: (change_fields, inference.change_inference_field, notices(use)),
+        "megatron.training.arguments": (
+            command_line.change_add_arguments,
+            command_line.change_parse_args,
+        ),
+        "megatron.training.yaml_arguments": (command_line.change_core_config_from_args,),
         **BRIDGE_HOOKS,
     },
 )
@@ -351,11 +334,11 @@ LATE = Changes(
     {
         "megatron.core.parallel_state": (change_destroy,),
         _CONFIG_MODULE: (_change_post_init,),
-        _LAYER_MODULE: (_change_layer, change_inference_setup),
-        "megatron.core.transformer.moe.experts": (change_padding,),
-        "megatron.core.inference.contexts.dynamic_context": (change_inference_context,),
+        _LAYER_MODULE: (_change_layer, inference.change_inference_setup),
+        "megatron.core.transformer.moe.experts": (fp8.change_padding,),
+        "megatron.core.inference.contexts.dynamic_context": (inference.change_inference_context,),
         "megatron.core.transformer.transformer_layer": (_change_transformer_layer,),
-        _OPTIMIZER_GRAPH_MODULE: (change_optimizer_graph,),
+        _OPTIMIZER_GRAPH_MODULE: (optimizer_step.change_optimizer_graph,),
         "megatron.core.pipeline_parallel.schedules": (change_schedules,),
         "megatron.core.full_cuda_graph": (change_full_iteration,),
         "megatron.core.distributed.distributed_data_parallel": (change_ddp,),

@@ -123,19 +123,6 @@ def raise_failure(program: Program) -> None:
         raise IntegrationError(str(error)) from error
 
 
-def check_methods(owner: Any, expected: dict[str, int]) -> None:
-    """Require a class of Megatron's to have methods with the expected numbers of arguments.
-
-    Raises:
-        IntegrationError: one is missing, or takes other arguments; names it.
-    """
-    for name, number in expected.items():
-        function = getattr(owner, name, None)
-        if not callable(function) or len(inspect.signature(function).parameters) != 1 + number:
-            where = f"{owner.__module__}.{owner.__name__}.{name}"
-            raise unknown(where, f"a method of {number} argument{'s' if number > 1 else ''}")
-
-
 def unknown(place: str, expected: str, program: Program = MEGATRON) -> IntegrationError:
     """The error for a program that differs from what is expected of it."""
     return IntegrationError(f"{place} is not {expected}: {program.not_known}")

@@ -91,10 +91,8 @@ class PendingTransfers:
         self._last.record()
 
     def check(self) -> None:
-        """Wait until the last exchange is over.  Not collective.
-
-        This includes exchanges in a CUDA graph that was replayed on the current stream.  While that
-        stream is being captured waiting is impossible.
+        """Wait until the last exchange is over, also in a CUDA graph that was replayed on the
+        current stream.  While that stream is being captured waiting is impossible.
 
         Raises:
             PeerError: it was not over in time.
@@ -113,7 +111,9 @@ class PendingTransfers:
         while not waited_for.query():
             waited = time.monotonic() - start
             if waited > BUSY_WAIT_S:
-                self._raise_refusal()
+                for rank in range(self._group.size):
+                    if refusal := self._group.hosts.link.refusal(rank):
+                        raise RefusedError(refusal)
                 time.sleep(BUSY_WAIT_S)
             if waited > self._timeout_s:
                 raise PeerError(
@@ -121,11 +121,6 @@ class PendingTransfers:
                     f"within the deadline of {self._timeout_s:g} s: a rank died, is late, refused "
                     "a call, or made a different sequence of calls; look at the other ranks' output"
                 )
-
-    def _raise_refusal(self) -> None:
-        for rank in range(self._group.size):
-            if refusal := self._group.hosts.link.refusal(rank):
-                raise RefusedError(refusal)
 
 
 def exchange(
@@ -142,12 +137,9 @@ def exchange(
     raises the same errors as `TorchGroup.wait`.
 
     Args:
-        group: the ranks.
         sent: [sum(sent_splits), ...].
         sent_splits: one number for each rank.
         received_splits: the number that each rank sends to this one.
-        what: names the call in errors.
-        timeout_s: seconds to wait for the other ranks.
     """
     # An extra dimension holds the bytes of each number.
     as_bytes = sent.contiguous().unsqueeze(-1).view(torch.uint8)
@@ -166,10 +158,7 @@ def exchange_lists(
     Collective.  Each message has a fixed cost, which dominates for small tensors.
 
     Args:
-        group: the ranks.
         lists: each tensor with its `sent_splits` and `received_splits`, as for `exchange`.
-        what: names the call in errors.
-        timeout_s: seconds to wait for the other ranks.
 
     Returns:
         the received entries of each tensor, by source.

@@ -35,8 +35,7 @@ class EpGroup(Uncopied):
     """The ranks of one process group.
 
     Attributes:
-        rank, size, device: of this process in the group; see `TorchGroup`.
-        torch: torch's process group of these ranks.
+        torch: torch's process group of these ranks; `rank`, `size` and `device` are its own.
         hosts: how they agree and exchange messages.
         resources: what engines and layers share.
         is_warmup: calls have made-up arguments, and the rows that they drop do not count.
@@ -65,10 +64,8 @@ class EpGroup(Uncopied):
     def of(cls, process_group: dist.ProcessGroup) -> EpGroup:
         """Return the open EpGroup of `process_group`, made if there is none.  Not collective.
 
-        When it makes one, it also frees the groups that torch has destroyed since.
-
-        Raises:
-            GroupClosedError: the process group was destroyed.
+        When it makes one, it also frees the groups that torch has destroyed since.  Raises
+        GroupClosedError if this one was.
         """
         require_alive(process_group)
         if found := _find(process_group):
@@ -79,15 +76,10 @@ class EpGroup(Uncopied):
         return _groups[-1]
 
     def close(self, alone: bool = False) -> None:
-        """Close the resources, newest first, and the hosts' memory.  Idempotent.
+        """See `megatron_ncclep.close`; `alone`: do not wait for the other ranks.
 
-        Collective, unless torch has destroyed the group.  Waits at most `timeout_s` seconds for the
-        other ranks.  If they do not come, or have died, this rank frees its part without them, and
-        logs the reason: the memory of a window stays as long as any rank maps it, so a kernel that
-        still runs elsewhere loses nothing.
-
-        Args:
-            alone: do not wait for the other ranks.
+        The memory of a window stays as long as any rank maps it, so a kernel that still runs
+        elsewhere loses nothing.
         """
         if self.torch.is_closed:
             return
@@ -129,27 +121,14 @@ class EpGroup(Uncopied):
         self.hosts.link.close()
 
     def check(self) -> None:
-        """Raise failures on the device that no call has raised yet.  Not collective.
-
-        Calls `check` of every resource, which says how it waits for the device; engines whose calls
-        wait on the host need none.
-
-        Raises:
-            PeerError: a wait for another rank passed its deadline on the device: everything that
-                engines have returned since is NaN.
-            RowsDroppedError: see `OverflowReport.check`.
-        """
+        """See `megatron_ncclep.check`; every resource says how it waits for the device."""
         for resource in self.resources:
             resource.check()
         if self.hosts.is_used:  # otherwise it is another model's step, before the first call here
             self._is_first_step = False
 
     def release_memory(self, graphs_are_dropped: bool) -> None:
-        """Give the resources' GPU memory back; the next call of each makes it again.  Collective.
-
-        Raises:
-            as `check`, which it calls, and `megatron_ncclep.release_memory`.
-        """
+        """See `megatron_ncclep.release_memory`.  Collective."""
         self.check()
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             problem: str | None = "a CUDA graph is being captured: call it before or after"
@@ -242,11 +221,7 @@ def _find(process_group: dist.ProcessGroup) -> EpGroup | None:
 
 
 def _chosen(process_group: dist.ProcessGroup | None) -> list[EpGroup]:
-    """The open groups of this process; with `process_group`, only its own, if there is one.
-
-    Raises:
-        InputError: it is no process group.
-    """
+    """The open groups of this process; with `process_group`, only its own, if there is one."""
     if process_group is None:
         return list(_groups)
     # The other one is what torch gives ranks outside of a group.
@@ -275,22 +250,15 @@ def release_memory(process_group: dist.ProcessGroup | None, graphs_are_dropped: 
 
 
 def check_all() -> None:
-    """Call `EpGroup.check` of every group of this process.  Not collective.
-
-    Raises:
-        PeerError, RowsDroppedError: see `EpGroup.check`.
-    """
+    """See `megatron_ncclep.check`."""
     for group in list(_groups):
         group.check()
 
 
 def raise_failures() -> None:
-    """Call `EpGroup.raise_failure` of every group of this process.  Not collective, does not wait.
+    """Raise what devices have reported by now, as `megatron_ncclep.check`, but without waiting.
 
-    After work has reached the host, this finds what has gone wrong in it.
-
-    Raises:
-        PeerError, RefusedError: see `EpGroup.check`.
+    After work has reached the host, this finds what has gone wrong in it.  Not collective.
     """
     for group in list(_groups):
         group.raise_failure()

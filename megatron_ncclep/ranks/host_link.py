@@ -35,7 +35,6 @@ class HostLink:
     in containers with their own network namespace.
 
     Attributes:
-        rank, size: of this process in the group.
         is_open: whether `open` has decided if they share memory.
     """
 
@@ -47,19 +46,10 @@ class HostLink:
         self._memory: _C.HostExchange | None = None  # if the ranks share memory
 
     def exchange(self, mine: bytes, what: str, timeout_s: float) -> bytes | None:
-        """Send `mine` to all ranks; return every rank's, in the order of ranks.  Collective.
-
-        Args:
-            mine: at least one byte; as many on every rank.
-            what: names the call in errors.
-            timeout_s: seconds to wait for the other ranks.
+        """See `Hosts.exchange`; raises GroupClosedError if this process was forked from the rank's.
 
         Returns:
             None if the link is not open, or if the ranks share no memory; nothing was sent then.
-
-        Raises:
-            GroupClosedError: this process was forked from the rank's.
-            PeerError: a rank did not come in time, died, or sent a different number of bytes.
         """
         if self.size == 1:
             return mine
@@ -72,17 +62,18 @@ class HostLink:
     def open(self, gather: Callable[[bytes], bytes]) -> None:
         """Find out whether the ranks can share memory, and share some.  Collective.
 
-        If they cannot, rank 0 logs why.
-
-        Args:
-            gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
-
-        Raises:
-            the errors of `gather`; the link is not open then.
+        If they cannot, rank 0 logs why.  After an error of `gather`, which returns every rank's
+        bytes in the order of ranks, the link is not open.
         """
         # Ranks that NCCL treats as on different hosts must not share memory either.
         host_ids = gather(topology.host_id())
-        reason = _unavailable_reason()
+        try:
+            is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
+            reason = extension.unavailable_reason()
+            if not is_wanted:
+                reason = "NCCLEP_HOST_EXCHANGE turns it off"
+        except InputError as error:  # create_engine reports it, over torch
+            reason = str(error)
         if host_ids != topology.host_id() * self.size:
             reason = f"{topology.HOST_ID} puts them on different hosts"
         self._memory, reason = open_together(self.rank, self.size, reason, gather)
@@ -95,27 +86,20 @@ class HostLink:
             )
 
     def enter(self, call: int, skips_exchange: bool, since: int = 0) -> None:
-        """Tell ranks that wait in this or an earlier call that this rank is here.  Not collective.
+        """Tell ranks that wait in this or an earlier call that this rank is here (`Hosts.enter`).
 
         Without shared memory the others learn neither this nor the reason given to `refuse`.
 
         Args:
             call: number of the call; numbers increase.
-            skips_exchange: this rank exchanges nothing in it.
             since: ranks that refused calls before this one are still expected to come.
-
-        Raises:
-            GroupClosedError: this process was forked from the rank's.
         """
         if self._memory is not None:
             self._require_own_process(f"call {call}")
             self._memory.enter(call, skips_exchange, since)
 
     def refuse(self, reason: str) -> None:
-        """Publish why this rank has refused its current call.
-
-        An empty text withdraws it.
-        """
+        """Publish why this rank has refused its current call; an empty text withdraws it."""
         if self._memory is not None:
             self._memory.refuse(reason.encode())
 
@@ -155,14 +139,3 @@ class HostLink:
         while not (text := str(self._memory.lost())) and time.monotonic() < give_up:
             time.sleep(ASK_AGAIN_S)
         return text
-
-
-def _unavailable_reason() -> str | None:
-    """Say what keeps this rank from sharing memory, before it tries."""
-    try:
-        is_wanted = envs.get("NCCLEP_HOST_EXCHANGE")
-    except InputError as error:  # create_engine reports it, over torch
-        return str(error)
-    if not is_wanted:
-        return "NCCLEP_HOST_EXCHANGE turns it off"
-    return extension.unavailable_reason()

@@ -139,14 +139,12 @@ class Hosts:
     ) -> Agreement:
         """Make sure that every rank is in the same call with matching arguments.  Collective.
 
-        Waits on the host for the other ranks' hosts, but not for what is queued on any device.
         The ranks compare a hash of the values, and exchange the values only if it differs.
 
         Args:
             phase: one of `PHASES`.
             values: what must be equal on all ranks, by the names that errors give them.
             problem: what is wrong on this rank, if anything is.
-            timeout_s: seconds to wait for the other ranks.
             payload: a number that may differ between ranks and is passed on to all of them.
 
         Raises:
@@ -193,7 +191,6 @@ class Hosts:
         next open or close.
 
         Args:
-            theirs: every rank's message.
             clears_refusals: this rank is in an open or close too, and will exchange its message
                 again.
 
@@ -329,7 +326,10 @@ class Hosts:
             result = step()
         except Exception as error:  # of any kind: the other ranks have to know
             failure = error
-        problem = None if failure is None else _reason(failure)
+        problem = None
+        if failure is not None:  # with its type, unless it is one of this package's
+            is_ours = isinstance(failure, EpError) and str(failure)
+            problem = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
         if problems := self.gather_problems(problem, what, timeout_s):
             kinds = [k for k, kind in enumerate(STEP_ERRORS) if isinstance(failure, kind)]
             mine = -1 if failure is None else (kinds or [0])[0]
@@ -366,9 +366,3 @@ def difference(phase: str, name: str, each: str) -> str:
         f"{phase}: {name} differs between the ranks of the expert-parallel group: {each}. "
         f"Give every rank the same {name}"
     )
-
-
-def _reason(error: Exception) -> str:
-    """The text of an exception; with its type, unless it is one of this package's."""
-    text = str(error)
-    return text if text and isinstance(error, EpError) else f"{type(error).__name__}: {text}"

@@ -31,12 +31,9 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class RankContext:
-    """The first argument of a function that runs on a rank.
+    """The first argument of a function that runs on a rank, as on all others of the `group`.
 
     Attributes:
-        rank: this process's rank.
-        num_ranks: R, ranks of `group`.
-        group: the process group of the ranks that run the function.
         device: where the group's backend needs its tensors, "cpu" or "cuda".
     """
 

@@ -146,8 +146,6 @@ class Grid(Resource):
 def grid_of(group: EpGroup, timeout_s: float) -> Grid:
     """Return the group's grid, found and made on the first call.  Collective.
 
-    It belongs to the group, like its communicator, until `EpGroup.close`.
-
     Raises:
         EngineUnavailableError: on every rank: the ranks do not form a grid; says where they are.
         InputError: on every rank: NCCLEP_LOCAL_RANKS is wrong on one.

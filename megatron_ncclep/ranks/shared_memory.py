@@ -44,15 +44,12 @@ def open_together(
     """Return the `_C.HostExchange` between all ranks, or None on all ranks and why.  Collective.
 
     Args:
-        rank, size: of this process in the group.
         reason: why this rank cannot try; None if it can.
-        gather: returns every rank's bytes, as many as this rank's, in the order of ranks.
+        gather: returns every rank's bytes, as many as this rank's, in the order of ranks; nothing
+            stays open after its errors.
 
     Returns:
         the memory's exchange and None; or None and each rank's reason, the same text on all ranks.
-
-    Raises:
-        the errors of `gather`; nothing stays open then.
     """
     opening = _Opening(rank, size)
 

@@ -40,8 +40,6 @@ class TorchGroup(Uncopied):
     """The ranks of one process group, as torch sees them.
 
     Attributes:
-        process_group: the torch.distributed group.
-        rank, size: of this process in the group.
         device: the device of the tensors that the group's backend moves.
         whole: the whole group, if this is a part of it.
         is_closed: the group is not used any more, although torch may know it.
@@ -54,10 +52,9 @@ class TorchGroup(Uncopied):
         whole: TorchGroup | None = None,
         called: str = "the expert-parallel group",
     ) -> None:
-        """Not collective.
+        """Not collective; refers to torch's group weakly.
 
         Args:
-            process_group: torch's group; referenced weakly.
             whole: the whole group, if this is a part of it that torch does not list; the part lives
                 as long as the whole group.
             called: the group's name in errors of `wait`.
@@ -107,12 +104,9 @@ class TorchGroup(Uncopied):
             raise GroupClosedError(_CLOSED)
 
     def exchange_by_torch(self, mine: bytes, what: str, timeout_s: float) -> bytes:
-        """Send `mine` to all ranks by a collective; return every rank's, in the order of ranks.
-
-        Collective, with as many bytes on every rank.
+        """See `Hosts.exchange`; by a collective.
 
         Raises:
-            GroupClosedError, PeerError: see `wait`.
             UnsupportedError: a CUDA graph is being captured, which would record the collective and
                 not run it.
         """

@@ -27,7 +27,7 @@ def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> 
     monkeypatch.setattr(library.extension, "load", lambda: native)
     monkeypatch.setattr(library.extension, "current_stream", lambda: 0)
     monkeypatch.setattr(library, "communicator_of", lambda *_: None)
-    monkeypatch.setattr(library, "open_library", lambda: SimpleNamespace(native=None))
+    monkeypatch.setattr(library, "open_library", lambda: (None, {}))
     monkeypatch.setattr(library, "choose_engine", lambda *_: None)
     monkeypatch.setattr(library.EpGroup, "of", lambda group: group)
     group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))

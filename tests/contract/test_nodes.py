@@ -272,7 +272,7 @@ def test_a_token_crosses_once_for_each_node_that_needs_it(
     with grid(ctx), closing(create_engine(ctx.group, 4, config)) as engine:
         plan = engine.plan(CROSSING)
     assert isinstance(plan, HierarchicalPlan)
-    assert plan.tokens_sent == [received[0], received[2]]
-    assert plan.tokens_received == [received[ctx.rank]] * 2
+    assert plan.crossing.sent == [received[0], received[2]]
+    assert plan.crossing.received == [received[ctx.rank]] * 2
     # What the benchmark prints of exact mode: the busiest ranks, those of node 0, send 3.
     assert network_rows(tables_of([CROSSING] * 4, 4), [len(CROSSING)] * 4, 2) == (3, 4)

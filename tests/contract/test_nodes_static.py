@@ -29,7 +29,7 @@ from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.hierarchical import agreement as hierarchical_calls
 from megatron_ncclep.engines.hierarchical import engine as hierarchical
-from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
+from megatron_ncclep.engines.hierarchical.internode_routes import HierarchicalPlan
 from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import EpError, InputError, PeerError, RefusedError
 from megatron_ncclep.ranks.all_to_all import AllToAll, PendingTransfers
@@ -115,7 +115,8 @@ def inside_that_waits_for_nothing(ctx: RankContext, local_ranks: int = 2) -> Ite
     """A grid whose nodes have an engine that waits for nothing."""
     caps = dataclasses.replace(CAPS, captures_static=True)
     with grid(ctx, local_ranks), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hierarchical.INSIDE, "reference", (InsideWithoutWaits, caps))
+        patch.setattr(InsideWithoutWaits, "caps", caps)
+        patch.setitem(hierarchical.INSIDE, "reference", InsideWithoutWaits)
         yield
 
 
@@ -206,7 +207,7 @@ def test_batches_of_many_sizes_leave_nothing_behind(ctx: RankContext) -> None:
         engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="1.5x"))
         plans = [engine.plan(topk_idx) for topk_idx in batches]
         assert isinstance(plans[0], HierarchicalPlan)
-        assert len({id(plan.engine) for plan in plans}) == 1  # type: ignore[attr-defined]
+        assert len({id(plan.inside.made_by) for plan in plans}) == 1  # type: ignore[attr-defined]
         with far(EpGroup.of(ctx.group)):
             engine.plan(batches[-1])
             with pytest.raises(WaitedError, match="for other hosts"):

@@ -16,7 +16,7 @@ import torch
 from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import RoutePlan
-from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
+from megatron_ncclep.engines.hierarchical.internode_routes import HierarchicalPlan
 from megatron_ncclep.errors import InputError, RefusedError
 
 # The number of agreed shapes to remember; each batch size is a separate shape.

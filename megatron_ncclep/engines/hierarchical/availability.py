@@ -16,11 +16,7 @@ def engine_inside(
 ) -> tuple[str, str]:
     """Choose the engine inside the nodes, the same on all nodes.  Collective.
 
-    Args:
-        group: the whole group.
-        grid: its nodes.
-        config: options.
-        num_experts: of the whole group; None: skip the engines' limits on experts.
+    `num_experts`: of the whole group; None: skip the engines' limits on experts.
 
     Returns:
         "native" or "reference", and in the latter case why "native" cannot run.

@@ -62,9 +62,9 @@ from megatron_ncclep.engines.hierarchical.agreement import Calls
 from megatron_ncclep.engines.hierarchical.availability import NAME, engine_inside
 from megatron_ncclep.engines.hierarchical.internode_routes import (
     Crossing,
+    HierarchicalPlan,
     all_cross,
     needed_cross,
-    start,
 )
 from megatron_ncclep.engines.hierarchical.message_packing import (
     Piece,
@@ -73,11 +73,9 @@ from megatron_ncclep.engines.hierarchical.message_packing import (
     pieces_of,
     unpack,
 )
-from megatron_ncclep.engines.hierarchical.plan import HierarchicalPlan
 from megatron_ncclep.engines.native.engine import CAPS as NATIVE_CAPS
 from megatron_ncclep.engines.native.engine import NativeEngine
-from megatron_ncclep.engines.overflow import rows_needed
-from megatron_ncclep.engines.reference.engine import CAPS as REFERENCE_CAPS
+from megatron_ncclep.engines.overflow import assignments_of_experts, rows_needed
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 from megatron_ncclep.errors import InputError, PeerError
 from megatron_ncclep.ranks.all_to_all import AllToAll
@@ -101,9 +99,9 @@ CAPS = EngineCaps(
 # Bytes to each node that make a chunk worth its messages, and the most chunks unless the option
 # network_chunks asks for more: each costs launches, and writes its columns of the rows again.
 CHUNK_BYTES, MOST_CHUNKS = 8 * 2**20, 4
-INSIDE: dict[str, tuple[type[NativeEngine] | type[ReferenceEngine], EngineCaps]] = {
-    "native": (NativeEngine, NATIVE_CAPS),
-    "reference": (ReferenceEngine, REFERENCE_CAPS),
+INSIDE: dict[str, type[NativeEngine] | type[ReferenceEngine]] = {
+    "native": NativeEngine,
+    "reference": ReferenceEngine,
 }
 
 
@@ -122,8 +120,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         self.nodes = self._grid.nodes
         self._experts_of_node = num_experts // self.nodes.count
         self.inside, reason = engine_inside(group, self._grid, config, num_experts)
-        self._make_inside, inside_caps = INSIDE[self.inside]
-        self.caps = dataclasses.replace(CAPS, captures_static=inside_caps.captures_static)
+        self._make_inside = INSIDE[self.inside]
+        captures_static = self._make_inside.caps.captures_static
+        self.caps = dataclasses.replace(CAPS, captures_static=captures_static)
         super().__init__(group, num_experts, config)
         self._calls = Calls(self)
         self._waits = not self._calls.go_on
@@ -149,8 +148,13 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         is_on_node = assignment_node == node  # [nodes, num_tokens, top_k]
         crossing = self._crossing(is_on_node.any(dim=2), most_tokens)
 
+        # Where an assignment is on another node; for a token with an invalid routing that no host
+        # has checked an invalid expert, so that all nodes report it.
+        _, is_wrong = checks.wrong_indices(topk_idx, self.num_experts)
+        wrong = is_wrong.any(dim=1, keepdim=True)
+        elsewhere = torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
         assignments = topk_idx - node * self._experts_of_node
-        assignments = assignments.where(is_on_node, self._assignments_elsewhere(topk_idx)).int()
+        assignments = assignments.where(is_on_node, elsewhere).int()
         what = "plan, exchanging assignments between nodes"
         crossed = self._start(
             crossing.rows_of(assignments), (crossing.sent, crossing.received), what
@@ -177,13 +181,9 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             num_rows=inside.num_rows,
             counts=inside.counts,
             inside=inside,
-            engine=engine,
             most_tokens=most_tokens,
-            sent_token=crossing.token,
-            message_index=crossing.message_index,
+            crossing=crossing,
             assignment_node=assignment_node.int(),
-            tokens_sent=crossing.sent,
-            tokens_received=crossing.received,
         )
 
     @torch.no_grad()
@@ -195,13 +195,13 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         plan = self._calls.enter("dispatch", plan, x, w)
         self.streams.keep(*plan.tensors(), x, w)
         pieces = self._pieces(plan, x)
-        sizes = (plan.tokens_sent, plan.tokens_received)
-        num_sent = sum(plan.tokens_sent)
+        token, sizes = plan.crossing.token, (plan.crossing.sent, plan.crossing.received)
+        num_sent = sum(plan.crossing.sent)
         # The pieces cross one after the other, while those that have arrived move inside the node.
         crossing = []
         for piece in pieces:
             weights = w if piece.first == 0 else None
-            message = pack(x, piece, weights, plan.sent_token, num_sent, plan.most_tokens)
+            message = pack(x, piece, weights, token, num_sent, plan.most_tokens)
             crossing.append(self._start(message, sizes, "dispatch between nodes"))
         rows, row_w = None, None
         for piece in pieces:
@@ -209,7 +209,7 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             messages = crossing.pop(0).finish(self._waits)
             inputs = unpack(messages, piece, num_weights, x.dtype)
             with self._inside():
-                part, part_w = plan.engine.dispatch(plan.inside, *inputs)
+                part, part_w = plan.inside.made_by.dispatch(plan.inside, *inputs)
             row_w = part_w if piece.first == 0 else row_w
             if len(pieces) == 1:
                 rows = part
@@ -238,20 +238,20 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         for piece in pieces:
             part = y[:, piece.numbers(y.dtype)].contiguous()
             with self._inside():
-                sums, values = plan.engine.combine(
-                    plan.inside, part, w if piece.first == 0 else None
-                )
+                weights = w if piece.first == 0 else None
+                sums, values = plan.inside.made_by.combine(plan.inside, part, weights)
             whole = Piece(0, piece.size)
             message = pack(sums, whole, values, None, len(sums), len(sums))
             what = "combine between nodes"
-            sizes = (plan.tokens_received, plan.tokens_sent)
+            sizes = (plan.crossing.received, plan.crossing.sent)
             crossing.append(self._start(message, sizes, what))
         out = y.new_empty(plan.num_tokens, y.shape[1])
         topk_w = None if w is None else w.new_empty(plan.num_tokens, plan.top_k)
         for piece in pieces:
             messages = crossing.pop(0).finish(self._waits)
             values = topk_w if piece.first == 0 else None
-            add_up(messages, piece, plan.message_index, out, plan.assignment_node, values)
+            index = plan.crossing.message_index
+            add_up(messages, piece, index, out, plan.assignment_node, values)
         self._end_call("combine")
         return out, topk_w
 
@@ -291,16 +291,6 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
         rail, node = self.nodes.rail_of(rank), self.nodes.node_of(rank)
         return needed_cross(needed, sent.tolist(), counts[rail, node].tolist())
 
-    def _assignments_elsewhere(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """The placeholder for assignments on other nodes: [num_tokens, 1].
-
-        Tokens with an invalid routing that no host has checked get an invalid one, so that all
-        nodes report it.
-        """
-        _, is_wrong = checks.wrong_indices(topk_idx, self.num_experts)
-        wrong = is_wrong.any(dim=1, keepdim=True)
-        return torch.where(wrong, TOO_MANY_EXPERTS, NOT_ROUTED).to(topk_idx.dtype)
-
     def _engine_inside(self) -> Engine:
         """The node's engine, created by the first plan.  Collective then."""
         if self._engine is None:
@@ -317,16 +307,10 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
             return
         limit = self.rows_limit(most_tokens, topk_idx.shape[1])
         assert limit is not None  # or nothing would be recorded
-        # An extra entry counts assignments that are not routed.
-        assignments = (
-            torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).long().reshape(-1)
-        )
-        counts = assignments.new_zeros(self.num_experts + 1).scatter_add(
-            0, assignments, torch.ones_like(assignments)
-        )
+        counts = assignments_of_experts(topk_idx, self.num_experts)
         each = [1] * self.group.size
         what = "plan, exchanging the number of rows that each rank needs"
-        sent = counts[:-1].expand(self.group.size, -1)
+        sent = counts.expand(self.group.size, -1)
         exchange = AllToAll(self.group, sent, each, each, what, self.timeout_s)
         needed = rows_needed(exchange.finish(self._waits), self.config.block_alignment)
         self._overflow_report.record(needed, limit)
@@ -343,7 +327,18 @@ class HierarchicalEngine(EngineBase[HierarchicalPlan]):
     def _start(
         self, messages: torch.Tensor, sizes: tuple[list[int], list[int]], what: str
     ) -> AllToAll:
-        return start(self.group, self.nodes, messages, sizes, what, self.timeout_s)
+        """Start sending `messages` over this rank's rail.  Does not wait.
+
+        Collective over the whole group, in one all-to-all that sends nothing off the rail.
+        """
+        splits = []
+        for for_nodes in sizes:
+            for_ranks = [0] * self.group.size
+            for rank, number in zip(self.nodes.rail_of(self.group.rank), for_nodes, strict=True):
+                for_ranks[rank] = number
+            splits.append(for_ranks)
+        sent, received = splits
+        return AllToAll(self.group, messages, sent, received, what, self.timeout_s)
 
     def _end_call(self, phase: str) -> None:
         """End of every call: let `check` wait for transfers that no host has waited for."""

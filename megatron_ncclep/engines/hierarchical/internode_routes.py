@@ -1,4 +1,4 @@
-"""Routes between nodes: which tokens of a rank cross to which nodes, in what order, and how."""
+"""The plan of the engine `hierarchical`: which tokens cross to which nodes, and in what order."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ncclep.engines.engine import NOT_ROUTED
-from megatron_ncclep.ranks.all_to_all import AllToAll
-from megatron_ncclep.ranks.group import EpGroup
-from megatron_ncclep.ranks.nodes import Nodes
+from megatron_ncclep.engines.engine import NOT_ROUTED, RoutePlan
 
 NO_MESSAGE = -1
 
@@ -19,8 +16,10 @@ class Crossing:
     """The messages of one plan: by node, then token.
 
     Attributes:
-        token: int32 [messages]: the token of each message; None: every token has one to every node.
-        message_index: int32 [nodes, num_tokens]: see `HierarchicalPlan`.
+        token: int32 [messages]: the token of each message; None in static mode, where every token
+            has one to every node.
+        message_index: int32 [nodes, num_tokens]: the index of a token's message to a node among all
+            messages; -1: the token has no assignments there.
         sent: number of messages to each node.
         received: number of messages from each node.
     """
@@ -42,6 +41,34 @@ class Crossing:
         padded = assignments.new_full((count, self.sent[0], top_k), NOT_ROUTED)
         padded[:, :num_tokens] = assignments
         return padded.view(-1, top_k)
+
+
+@dataclass(eq=False)
+class HierarchicalPlan(RoutePlan):
+    """Which tokens cross to which node, and the plan inside the node.
+
+    Attributes:
+        inside: the plan of the node's engine, for the tokens that came over this rank's rail.
+        most_tokens: the most tokens of any rank; in static mode, the number that fits.
+        crossing: the messages of the tokens.
+        assignment_node: int32 [num_tokens, top_k]: the node of each assignment; -1: not
+            routed.
+    """
+
+    inside: RoutePlan
+    most_tokens: int
+    crossing: Crossing
+    assignment_node: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """See `RoutePlan.tensors`."""
+        token = self.crossing.token
+        own = [*super().tensors(), self.crossing.message_index]
+        return own if token is None else [*own, token]
+
+    def tokens_per_expert_on_host(self) -> torch.Tensor:
+        """See `RoutePlan.tokens_per_expert_on_host`."""
+        return self.inside.tokens_per_expert_on_host()
 
 
 def all_cross(needed: torch.Tensor, most_tokens: int) -> Crossing:
@@ -70,25 +97,3 @@ def needed_cross(needed: torch.Tensor, sent: list[int], received: list[int]) -> 
     token = needed.nonzero()[:, 1].int()
     before = needed.reshape(-1).cumsum(0).view_as(needed) - 1
     return Crossing(token, torch.where(needed, before, NO_MESSAGE).int(), sent, received)
-
-
-def start(
-    group: EpGroup,
-    nodes: Nodes,
-    messages: torch.Tensor,
-    sizes: tuple[list[int], list[int]],
-    what: str,
-    timeout_s: float,
-) -> AllToAll:
-    """Start sending `messages` over this rank's rail.  Does not wait.
-
-    Collective over the whole group, in one all-to-all that sends nothing off the rail.
-    """
-    rail = nodes.rail_of(group.rank)
-    splits = []
-    for for_nodes in sizes:
-        for_ranks = [0] * group.size
-        for rank, number in zip(rail, for_nodes, strict=True):
-            for_ranks[rank] = number
-        splits.append(for_ranks)
-    return AllToAll(group, messages, splits[0], splits[1], what, timeout_s)

@@ -52,7 +52,10 @@ def unavailable_reason(group: EpGroup, config: EpConfig, num_experts: int | None
     timeout_s = group.deadline_s(config)
     ranks_per_gpu = group.ranks_per_gpu(timeout_s)
     problem, mine = group.hosts.on_all_ranks(what, look, timeout_s)
-    places = _exchange(group, mine, timeout_s)
+    message = json.dumps(asdict(mine)).encode()
+    what = "open, exchanging which GPUs the ranks have"
+    theirs = group.hosts.exchange_padded(message, PLACE_BYTES, what, timeout_s)
+    places = [_Place(**json.loads(each)) for each in theirs]
     if any(each.gpu == "" for each in places):
         return problem
     return _group_problem(places) or _lsa_problem(group, places, timeout_s)
@@ -181,15 +184,6 @@ def _own_place(device: torch.device) -> _Place:
             if not torch.cuda.can_device_access_peer(device, other)
         ],
     )
-
-
-def _exchange(group: EpGroup, mine: _Place, timeout_s: float) -> list[_Place]:
-    """Return every rank's place, by rank.  Collective."""
-    message = json.dumps(asdict(mine)).encode()
-    theirs = group.hosts.exchange_padded(
-        message, PLACE_BYTES, "open, exchanging which GPUs the ranks have", timeout_s
-    )
-    return [_Place(**json.loads(each)) for each in theirs]
 
 
 def _group_problem(places: Sequence[_Place]) -> str | None:

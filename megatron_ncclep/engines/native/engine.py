@@ -22,9 +22,9 @@ from megatron_ncclep.engines.engine import (
 )
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.engines.native.availability import default_num_sms
-from megatron_ncclep.engines.native.buffers import RowsBuffers, try_allocate
-from megatron_ncclep.engines.native.group import NativeGroup
-from megatron_ncclep.engines.native.host_protocol import HostProtocol, RowsCall, row_bytes_of
+from megatron_ncclep.engines.native.buffers import RowsCall, row_bytes_of, try_allocate
+from megatron_ncclep.engines.native.group import NativeGroup, Refusing
+from megatron_ncclep.engines.native.host_protocol import HostProtocol
 from megatron_ncclep.engines.native.low_latency import NativeLowLatency
 from megatron_ncclep.engines.native.plan import NativePlan
 from megatron_ncclep.libraries import extension
@@ -100,17 +100,16 @@ class NativeEngine(EngineBase[NativePlan]):
         counts as not routed, and a later `plan` or `megatron_ncclep.check()` raises InputError on
         all ranks.
         """
-        call = self._protocol.begin_plan(topk_idx)
-        capacity, buffers = call.capacity, call.buffers
+        number, capacity, buffers = self._protocol.begin_plan(topk_idx)
         stream = self.streams.keep(topk_idx)
         # Everything is queued before the host knows how much arrives; it is rarely more than
         # expected.
         report = self._overflow_report
-        with self._shared.refusing("plan"):
+        with Refusing(self._shared, "plan"):
             handle = self._native.plan(
                 topk_idx=topk_idx.contiguous(),
                 most_tokens=capacity.most_tokens,
-                number=call.number,
+                number=number,
                 alignment=self.config.block_alignment,
                 max_recv_rows=capacity.limit or 0,
                 counts=buffers.counts,
@@ -130,7 +129,7 @@ class NativeEngine(EngineBase[NativePlan]):
         if capacity.limit is None:
             rows_on_host = torch.empty(self.num_local_experts, dtype=torch.int64, device="cpu")
         plan = NativePlan(
-            plan_id=call.number,
+            plan_id=number,
             num_tokens=num_tokens,
             top_k=top_k,
             made_by=self,
@@ -166,10 +165,10 @@ class NativeEngine(EngineBase[NativePlan]):
             needed = (sizes.num_pairs, sizes.num_assignments)
             size = native.routes_size(*needed, plan.most_tokens)
             memory = try_allocate("a plan's routes", plan.routes.new_empty, size)
-            if memory.problem is not None:  # the other ranks have moved on
-                self._shared.refuse("plan", memory.problem)
-            plan.routes = memory.buffers
-            with self._shared.refusing("plan"):
+            if isinstance(memory, str):  # the other ranks have moved on
+                self._shared.refuse("plan", memory)
+            plan.routes = memory
+            with Refusing(self._shared, "plan"):
                 native.plan_receive(
                     plan=plan.handle,
                     routes=plan.routes,
@@ -184,27 +183,26 @@ class NativeEngine(EngineBase[NativePlan]):
         self, plan: RoutePlan, x: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.dispatch`."""
-        call = self._protocol.begin_rows("dispatch", plan, x, w, RowsBuffers.of_dispatch)
+        call = self._protocol.begin_rows("dispatch", plan, x, w, RowsCall.of_dispatch)
         self._describe(call)
-        with self._shared.refusing("dispatch"):
+        with Refusing(self._shared, "dispatch"):
             self._native.dispatch(**call.arguments(self.num_sms))
-        return call.buffers.rows, call.buffers.row_w
+        return call.rows, call.row_w
 
     def combine(
         self, plan: RoutePlan, y: torch.Tensor, w: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Engine.combine`."""
-        call = self._protocol.begin_rows("combine", plan, y, w, self._combine_buffers)
-        self._describe(call)
-        with self._shared.refusing("combine"):
-            self._native.combine(**call.arguments(self.num_sms))
-        return call.buffers.tokens, call.buffers.topk_w
 
-    def _combine_buffers(
-        self, plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None
-    ) -> RowsBuffers:
-        num_sums = self._native.sums_size(plan.handle, self.num_sms, row_bytes_of(y))
-        return RowsBuffers.of_combine(plan, y, w, num_sums)
+        def allocate(plan: NativePlan, y: torch.Tensor, w: torch.Tensor | None) -> RowsCall:
+            num_sums = self._native.sums_size(plan.handle, self.num_sms, row_bytes_of(y))
+            return RowsCall.of_combine(plan, y, w, num_sums)
+
+        call = self._protocol.begin_rows("combine", plan, y, w, allocate)
+        self._describe(call)
+        with Refusing(self._shared, "combine"):
+            self._native.combine(**call.arguments(self.num_sms))
+        return call.tokens, call.topk_w
 
     def make_low_latency(self, sizes: LowLatencySizes, number: int) -> NativeLowLatency:
         """See `create_low_latency`."""
@@ -216,21 +214,20 @@ class NativeEngine(EngineBase[NativePlan]):
         self.group.resources.release(self._name, self.timeout_s)
 
     def _describe(self, call: RowsCall) -> None:
-        """Log at level DEBUG how the kernels are set up for such rows, once per kind of row."""
-        kind = (call.row_bytes, call.plan.top_k)
+        """Log at level DEBUG how dispatch and combine share their CTAs, once per kind of row.
+
+        See `csrc/native/rows/cta_roles.h`.
+        """
+        kind = row_bytes, top_k = row_bytes_of(call.rows), call.plan.top_k
         if self.group.rank != 0 or kind in self._described:
             return
         self._described.add(kind)
-        self.group.announce(configuration(self.num_sms, self.group.size, *kind), logging.DEBUG)
-
-
-def configuration(num_sms: int, num_ranks: int, row_bytes: int, top_k: int) -> str:
-    """Say how dispatch and combine share their CTAs; see `csrc/native/rows/cta_roles.h`."""
-    native = extension.load()
-    staging, pulling = native.split_dispatch(num_sms)
-    adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)
-    return (
-        f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
-        f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
-        f"{sending} sending, {summing} summing"
-    )
+        native, num_sms, num_ranks = extension.load(), self.num_sms, self.group.size
+        staging, pulling = native.split_dispatch(num_sms)
+        adding, sending, summing = native.split_combine(num_sms, num_ranks, top_k, row_bytes)
+        self.group.announce(
+            f"native: rows of {row_bytes} bytes, top-{top_k}, {num_ranks} ranks, {num_sms} SMs: "
+            f"CTAs of dispatch: {staging} staging, {pulling} pulling; of combine: {adding} adding, "
+            f"{sending} sending, {summing} summing",
+            logging.DEBUG,
+        )

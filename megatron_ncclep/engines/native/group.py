@@ -55,10 +55,7 @@ class NativeGroup(Resource):
     """The extension's group for one number of experts, shared by the layers with that number.
 
     Attributes:
-        group: the ranks.
-        num_experts: of the whole group.
-        native: the `_C.GroupHandle`.
-        module: `_C`.
+        native, module: the `_C.GroupHandle`, and `_C`.
         domains: the NVLink domains that the ranks are in.
         plans_to_meet: static plans on which hosts have yet to agree, because ranks brought
             different numbers of tokens to one; the same on all ranks.
@@ -89,12 +86,8 @@ class NativeGroup(Resource):
     ) -> bool:
         """Begin a call: raise pending failures, set the deadline.  Does not wait; not collective.
 
-        Args:
-            timeout_s: for what is queued from now on.
-            num_tokens, top_k, row_bytes: the largest batch of the call.
-
         Returns:
-            whether the windows are large enough for it.
+            whether the windows are large enough for its largest batch, `num_tokens` and so on.
 
         Raises:
             as `raise_failure`.
@@ -140,27 +133,6 @@ class NativeGroup(Resource):
                 self.native.refuse(phase, extension.current_stream())
             raise RefusedError(refusal)
         raise InputError(refusal)
-
-    def refusing(self, phase: str) -> Refusing:
-        """Queue kernels inside this context; if that fails, the other ranks hear why.
-
-        Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
-        wait for it until their deadline.
-
-        Raises:
-            LibraryError: it failed, and there are no other ranks.
-            RefusedError: it failed, and all ranks raise this.
-        """
-        return Refusing(self, phase)
-
-    def refuse_after(self, phase: str, error: LibraryError) -> None:
-        """Refuse a call whose launch has failed; returns where there are no other ranks."""
-        if self.group.size == 1:
-            return
-        try:
-            self.refuse(phase, str(error))
-        except LibraryError:  # the device takes nothing more; their late waits end with this
-            raise RefusedError(str(self._refusal)) from error
 
     def _error_of(self, failure: Any) -> EpError:
         """The exception for a failure on the device."""
@@ -242,8 +214,7 @@ class NativeGroup(Resource):
         ranks only.  One batch size that all ranks share by chance says nothing about the next; many
         in a row do.
 
-        Args:
-            num_tokens: of each rank, in a static plan on which all hosts agreed.
+        `num_tokens`: of each rank, in a static plan on which all hosts agreed.
         """
         is_even = len(set(num_tokens)) == 1
         self.plans_to_meet = max(0, self.plans_to_meet - 1) if is_even else EVEN_PLANS
@@ -252,19 +223,15 @@ class NativeGroup(Resource):
         """Say whose routing was bad in earlier calls in which no host checked it.
 
         Covers the work that the device has finished: what was queued on all ranks before they
-        waited for their devices is known to all of them.
-
-        Args:
-            forget: clear it, because the caller raises it.  With other ranks, no work may be in
-                flight.
+        waited for their devices is known to all of them.  `forget`: clear it, because the caller
+        raises it; with other ranks, no work may be in flight.
         """
-        plans = self.native.bad_ranks(forget)
-        low_latency = self.native.bad_low_latency(forget)
-        if not plans and not low_latency:
-            return None
-        by_call = {"plan (static mode)": plans, "low-latency dispatch": low_latency}
+        by_call = {
+            "plan (static mode)": self.native.bad_ranks(forget),
+            "low-latency dispatch": self.native.bad_low_latency(forget),
+        }
         said = [self._bad_routings_of(call, bad) for call, bad in by_call.items() if bad]
-        return "; ".join(said)
+        return "; ".join(said) or None
 
     def raise_bad_routings(self, error: InputError, timeout_s: float) -> None:
         """Raise `error` with the bad routings of static plans so far, once.
@@ -355,7 +322,15 @@ class NativeGroup(Resource):
 
 
 class Refusing:
-    """See `NativeGroup.refusing`; a generator would take several times as long in every call."""
+    """Queue kernels inside this context; if that fails, the other ranks hear why.
+
+    Not collective by itself: a launch may fail on one rank alone, and the others' kernels would
+    wait for it until their deadline.  A generator would take several times as long in every call.
+
+    Raises:
+        LibraryError: it failed, and there are no other ranks.
+        RefusedError: it failed, and all ranks raise this.
+    """
 
     __slots__ = ("_phase", "_shared")
 
@@ -366,8 +341,12 @@ class Refusing:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, LibraryError):
-            self._shared.refuse_after(self._phase, error)
+        if not isinstance(error, LibraryError) or self._shared.group.size == 1:
+            return
+        try:
+            self._shared.refuse(self._phase, str(error))
+        except LibraryError:  # the device takes nothing more; their late waits end with this
+            raise RefusedError(str(self._shared._refusal)) from error
 
 
 def _difference(calls: dict[int, dict[str, Any]], phase: str) -> EpError:

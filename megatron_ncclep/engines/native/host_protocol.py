@@ -8,7 +8,6 @@ be the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -17,9 +16,9 @@ from megatron_ncclep.engines import checks
 from megatron_ncclep.engines.base import EngineBase
 from megatron_ncclep.engines.engine import RoutePlan
 from megatron_ncclep.engines.native.buffers import (
-    Allocation,
     PlanBuffers,
-    RowsBuffers,
+    RowsCall,
+    row_bytes_of,
     try_allocate,
 )
 from megatron_ncclep.engines.native.group import BAD_ROUTING, ROW_BYTES, NativeGroup
@@ -33,54 +32,10 @@ from megatron_ncclep.engines.overflow import can_drop
 from megatron_ncclep.errors import InputError, PeerError, RefusedError
 
 _Result = TypeVar("_Result")
+# Number of the call, the same on all ranks; the capacity of a plan's memory, and the memory.
+PlanCall = tuple[int, PlanCapacity, PlanBuffers]
 # The sizes of a call with a problem: any windows are large enough for it.
 NO_SHAPE = (0, 0, 0)
-
-
-@dataclass(eq=False)
-class PlanCall:
-    """A plan that can be queued.
-
-    Attributes:
-        number: of the call, the same on all ranks.
-        capacity: the capacity of the plan's memory.
-        buffers: the memory.
-    """
-
-    number: int
-    capacity: PlanCapacity
-    buffers: PlanBuffers
-
-
-@dataclass(eq=False, slots=True)
-class RowsCall:
-    """A dispatch or combine that can be queued.
-
-    Attributes:
-        plan: with its own type.
-        buffers: results, and inputs as the kernels read them.
-        row_bytes: bytes of a row.
-        stream: handle of the current stream.
-    """
-
-    plan: NativePlan
-    buffers: RowsBuffers
-    row_bytes: int
-    stream: int
-
-    def arguments(self, num_sms: int) -> dict[str, Any]:
-        """Those of `_C.GroupHandle.dispatch` and `combine`."""
-        moved = self.buffers
-        return {
-            "plan": self.plan.handle,
-            "tokens": moved.tokens,
-            "topk_w": moved.topk_w,
-            "rows": moved.rows,
-            "row_w": moved.row_w,
-            "sums": moved.sums,
-            "num_sms": num_sms,
-            "stream": self.stream,
-        }
 
 
 class HostProtocol:
@@ -122,13 +77,10 @@ class HostProtocol:
     def _known_plan(self, topk_idx: torch.Tensor, problem: str | None) -> PlanCall:
         """A static plan whose shape the other ranks need not know."""
         problem = problem or self._shared.bad_routings(forget=self._engine.group.size == 1)
-        if problem is None:
-            capacity = self._capacity(self._native.max_tokens, topk_idx)
-            memory = self._plan_memory(capacity, topk_idx)
-            if memory.problem is None:
-                return PlanCall(self._hosts.enter(), capacity, memory.buffers)
-            problem = memory.problem
-        self._shared.refuse("plan", problem)
+        memory = problem or self._plan_memory(self._native.max_tokens, topk_idx)
+        if isinstance(memory, str):
+            self._shared.refuse("plan", memory)
+        return self._hosts.enter(), *memory
 
     def _agreed_plan(
         self, topk_idx: torch.Tensor, problem: str | None, fits: bool, largest: int
@@ -140,13 +92,10 @@ class HostProtocol:
         """
         # Allocated before the ranks agree, so a rank without memory can still tell the others.
         problem = problem or self._agreed_plan_problem()
-        if problem is not None:
-            self._raise_with_all(topk_idx, problem)
         expected = max(self._most_tokens, largest)
-        capacity = self._capacity(expected, topk_idx)
-        memory = self._plan_memory(capacity, topk_idx)
+        memory = problem or self._plan_memory(expected, topk_idx)
         try:
-            agreement = self._engine.agree_on_routes(topk_idx, memory.problem)
+            agreement = self._engine.agree_on_routes(topk_idx, _problem_of(memory))
             most_tokens = max(largest, *agreement.gathered)
             # For exact plans hosts agree anyway, and what is declared does not grow.
             if self._is_static and not self._engine.declared_tokens:
@@ -155,40 +104,27 @@ class HostProtocol:
                 self._shared.reserve(most_tokens, topk_idx.shape[1], self._row_bytes)
             if self._is_static:
                 most_tokens = self._native.max_tokens
-            if most_tokens != expected:
-                capacity = self._capacity(most_tokens, topk_idx)
             if most_tokens > self._most_tokens:  # a rank may have expected less, and all know it
                 if most_tokens > expected:
-                    memory = self._plan_memory(capacity, topk_idx)
-                problems = self._hosts.gather_problems(
-                    memory.problem, "plan", self._engine.timeout_s
-                )
-                if problems:
+                    memory = self._plan_memory(most_tokens, topk_idx)
+                timeout_s = self._engine.timeout_s
+                problem = _problem_of(memory)
+                if problems := self._hosts.gather_problems(problem, "plan", timeout_s):
                     raise InputError(f"plan: {problems}")
         except InputError as error:
-            self._add_bad_routings(error)
+            if not isinstance(error, RefusedError):  # the ranks cannot meet after a refusal
+                self._shared.raise_bad_routings(error, self._engine.timeout_s)
             raise
+        assert not isinstance(memory, str)  # on any rank: all would have raised
         if most_tokens < expected:
             # Shrink the plan's memory if there is memory for both copies; all ranks move on now, so
             # a failure here must be ignored.
-            smaller = self._plan_memory(capacity, topk_idx)
-            memory = memory if smaller.problem else smaller
+            smaller = self._plan_memory(most_tokens, topk_idx)
+            if isinstance(smaller, str):
+                smaller = self._capacity(most_tokens, topk_idx), memory[1]
+            memory = smaller
         self._most_tokens = max(self._most_tokens, most_tokens)
-        return PlanCall(agreement.call, capacity, memory.buffers)
-
-    def _raise_with_all(self, topk_idx: torch.Tensor, problem: str) -> NoReturn:
-        """Raise a problem of this rank with a plan on all ranks.  Collective."""
-        try:
-            self._engine.agree_on_routes(topk_idx, problem)
-        except InputError as error:
-            self._add_bad_routings(error)
-            raise
-        raise InputError(f"plan: rank {self._engine.group.rank}: {problem}")
-
-    def _add_bad_routings(self, error: InputError) -> None:
-        """Raise `error` with the bad routings of earlier plans, if there are any.  Collective."""
-        if not isinstance(error, RefusedError):  # the ranks cannot meet after a refusal
-            self._shared.raise_bad_routings(error, self._engine.timeout_s)
+        return agreement.call, *memory
 
     def _agreed_plan_problem(self) -> str | None:
         """Say what else is wrong with a plan on which the hosts agree, if anything."""
@@ -208,10 +144,12 @@ class HostProtocol:
         raise InputError(f"plan: {problems}")
 
     def _plan_memory(
-        self, capacity: PlanCapacity, topk_idx: torch.Tensor
-    ) -> Allocation[PlanBuffers]:
+        self, most_tokens: int, topk_idx: torch.Tensor
+    ) -> tuple[PlanCapacity, PlanBuffers] | str:
+        capacity = self._capacity(most_tokens, topk_idx)
         arguments = (self._native, capacity, topk_idx, can_drop(self._config))
-        return try_allocate("a plan", PlanBuffers.allocate, *arguments)
+        buffers = try_allocate("a plan", PlanBuffers.allocate, *arguments)
+        return buffers if isinstance(buffers, str) else (capacity, buffers)
 
     def _capacity(self, most_tokens: int, topk_idx: torch.Tensor) -> PlanCapacity:
         """The capacity of a plan; in static mode for any routing."""
@@ -240,7 +178,7 @@ class HostProtocol:
         plan: RoutePlan,
         rows: torch.Tensor,
         w: torch.Tensor | None,
-        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], RowsBuffers],
+        allocate: Callable[[NativePlan, torch.Tensor, torch.Tensor | None], RowsCall],
     ) -> RowsCall:
         """Check the arguments of dispatch or combine; provide memory and windows for it.
 
@@ -252,25 +190,25 @@ class HostProtocol:
         known: Any = plan  # a NativePlan, unless there is a problem
         shape = NO_SHAPE if problem else (known.most_tokens, known.top_k, row_bytes_of(rows))
         fits = self._shared.begin(self._engine.timeout_s, *shape)
+        call: RowsCall | str
         if problem is None:
-            memory = try_allocate(f"the results of {phase}", allocate, known, rows, w)
+            call = try_allocate(f"the results of {phase}", allocate, known, rows, w)
         else:
-            memory = Allocation(problem)
+            call = problem
         if self._config.check_calls or not fits:
-            self._together(
-                phase, lambda: self._engine.agree_on_rows(phase, plan, rows, w, memory.problem)
-            )
+            problem = _problem_of(call)
+            self._together(phase, lambda: self._engine.agree_on_rows(phase, plan, rows, w, problem))
             self._shared.reserve(*shape)
-        elif memory.problem is not None:
-            self._shared.refuse(phase, memory.problem)
+        elif isinstance(call, str):
+            self._shared.refuse(phase, call)
         else:
             self._hosts.enter()
-        row_bytes = shape[-1]
-        self._row_bytes = max(self._row_bytes, row_bytes)
-        stream = self._engine.streams.keep(rows, w)
-        if stream != known.stream:
+        assert not isinstance(call, str)  # agreed on
+        self._row_bytes = max(self._row_bytes, shape[-1])
+        call.stream = self._engine.streams.keep(rows, w)
+        if call.stream != known.stream:
             self._engine.streams.keep(*known.tensors())
-        return RowsCall(known, memory.buffers, row_bytes, stream)
+        return call
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -296,6 +234,6 @@ class HostProtocol:
             )
 
 
-def row_bytes_of(rows: torch.Tensor) -> int:
-    """Bytes of a row of [num_rows, hidden]."""
-    return rows.shape[1] * rows.element_size()
+def _problem_of(memory: object) -> str | None:
+    """Why `try_allocate` has made no memory, if so."""
+    return memory if isinstance(memory, str) else None

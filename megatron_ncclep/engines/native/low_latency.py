@@ -7,8 +7,9 @@ which the other ranks write: nothing is copied, and its addresses never change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +17,7 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines.low_latency_types import LowLatencyRows, LowLatencySizes, Tokens
 from megatron_ncclep.engines.native.availability import most_sms
 from megatron_ncclep.engines.native.buffers import aligned, try_allocate
-from megatron_ncclep.engines.native.group import ROW_BYTES, NativeGroup
+from megatron_ncclep.engines.native.group import ROW_BYTES, NativeGroup, Refusing
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.communicator import communicator_of
 from megatron_ncclep.ranks.group import groups_with_low_latency
@@ -25,7 +26,6 @@ from megatron_ncclep.ranks.resources import Resource
 if TYPE_CHECKING:
     from megatron_ncclep import _C
 
-_Result = TypeVar("_Result")
 _Arguments = dict[str, Any]  # tensors, or None
 
 # A kernel has as many CTAs as leave several warps of each with a 1 KiB piece of a row.
@@ -36,7 +36,7 @@ LEAST_SHARE = 8
 
 
 class NativeLowLatency(Resource):
-    """See `LowLatencyCalls`.
+    """See `ReferenceLowLatency`, whose calls these are too.
 
     A multi-rank group is unusable after an error, as after one of the engine's own calls.
     """
@@ -107,7 +107,7 @@ class NativeLowLatency(Resource):
         )
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        """See `LowLatencyCalls.begin`."""
+        """See `ReferenceLowLatency.begin`."""
         self._shared.begin(self._group.deadline_s(self._config))
         # Reported once where the group remains usable: a multi-rank group does not.
         problem = problem or self._shared.bad_routings(forget=self._group.size == 1)
@@ -126,7 +126,7 @@ class NativeLowLatency(Resource):
         return None
 
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
-        """See `LowLatencyCalls.dispatch`."""
+        """See `ReferenceLowLatency.dispatch`."""
         self._num_tokens, self._is_dispatched = tokens.x.shape[0], True
         x, scales = tokens.x, tokens.scales
         stream = self._streams.keep(x, tokens.topk_idx, tokens.weights, scales)
@@ -140,8 +140,11 @@ class NativeLowLatency(Resource):
             }
 
         arguments = self._allocated("dispatch", allocate)
-        num_ctas = self._num_ctas(self._tokens_of_dispatch(), x.element_size())
-        with self._shared.refusing("low-latency dispatch"):
+        # Over domains also for the tokens of rail peers.
+        is_whole = self._shared.domains.count == 1
+        num_tokens = self._num_tokens if is_whole else self._tokens_of_combine()
+        num_ctas = self._num_ctas(num_tokens, x.element_size())
+        with Refusing(self._shared, "low-latency dispatch"):
             self._native.dispatch(
                 **arguments,
                 counts=self._counts,
@@ -153,9 +156,9 @@ class NativeLowLatency(Resource):
         return self._received
 
     def complete_dispatch(self) -> LowLatencyRows:
-        """See `LowLatencyCalls.complete_dispatch`."""
+        """See `ReferenceLowLatency.complete_dispatch`."""
         stream = self._streams.keep(*self._arguments.values())
-        with self._shared.refusing("low-latency dispatch"):
+        with Refusing(self._shared, "low-latency dispatch"):
             self._native.complete_dispatch(counts=self._counts, stream=stream)
         self._arguments = {}
         return self._received
@@ -163,7 +166,7 @@ class NativeLowLatency(Resource):
     def combine(
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
-        """See `LowLatencyCalls.combine`."""
+        """See `ReferenceLowLatency.combine`."""
         stream = self._streams.keep(y, rows_of)
 
         def allocate() -> _Arguments:
@@ -177,7 +180,7 @@ class NativeLowLatency(Resource):
         return self._combine(arguments, self._tokens_of_combine(), stream, True, completes)
 
     def complete_combine(self) -> torch.Tensor:
-        """See `LowLatencyCalls.complete_combine`."""
+        """See `ReferenceLowLatency.complete_combine`."""
         stream = self._streams.keep(*self._arguments.values())
         return self._combine(self._arguments, self._num_tokens, stream, False, True)
 
@@ -186,7 +189,7 @@ class NativeLowLatency(Resource):
     ) -> torch.Tensor:
         """Queue a half of a combine, or both; the CTAs are as many as `num_tokens` need."""
         out: torch.Tensor = arguments["out"]
-        with self._shared.refusing("low-latency combine"):
+        with Refusing(self._shared, "low-latency combine"):
             self._native.combine(
                 **arguments,
                 sends=sends,
@@ -211,7 +214,7 @@ class NativeLowLatency(Resource):
             self._is_open = self._is_dispatched = False
 
     def close(self) -> None:
-        """See `LowLatencyCalls.close`."""
+        """See `ReferenceLowLatency.close`."""
         self.release_memory()
         self._group.num_low_latency -= 1
         self._group.resources.release("communicator", self._group.deadline_s(self._config))
@@ -221,17 +224,12 @@ class NativeLowLatency(Resource):
         self._shared.leave()
         self.close()
 
-    def _allocated(self, phase: str, allocate: Callable[[], _Result]) -> _Result:
+    def _allocated(self, phase: str, allocate: Callable[[], _Arguments]) -> _Arguments:
         """The result of `allocate`; if memory runs out, the call is refused for all ranks."""
         memory = try_allocate(f"a low-latency {phase}", allocate)
-        if memory.problem is not None:
-            self._shared.refuse(f"low-latency {phase}", memory.problem)
-        return memory.buffers
-
-    def _tokens_of_dispatch(self) -> int:
-        """The number of tokens to size CTAs for: over domains also those of rail peers."""
-        is_whole = self._shared.domains.count == 1
-        return self._num_tokens if is_whole else self._tokens_of_combine()
+        if isinstance(memory, str):
+            self._shared.refuse(f"low-latency {phase}", memory)
+        return memory
 
     def _tokens_of_combine(self) -> int:
         """The number of tokens to size CTAs for: only the device knows how many rows were received.
@@ -253,9 +251,7 @@ class NativeLowLatency(Resource):
 
     def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """The window's memory as a tensor, without a copy."""
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         flat = torch.as_tensor(_Memory(address, num_bytes), device=self._group.device)
         return flat.view(dtype).view(shape)
 

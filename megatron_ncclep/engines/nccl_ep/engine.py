@@ -20,12 +20,16 @@ from megatron_ncclep.engines.engine import (
     BYTES,
     COMMON_OPTIONS,
     EVERY_PART_ROUNDED,
-    NOT_ROUTED,
     EngineCaps,
     RoutePlan,
 )
 from megatron_ncclep.engines.nccl_ep.staging import MAX_TOKENS, NcclEpPlan, Route, Staging
-from megatron_ncclep.engines.overflow import can_drop, drop_what_does_not_fit, rows_needed
+from megatron_ncclep.engines.overflow import (
+    assignments_of_experts,
+    can_drop,
+    drop_what_does_not_fit,
+    rows_needed,
+)
 from megatron_ncclep.libraries import extension
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -165,9 +169,7 @@ class NcclEpEngine(EngineBase[NcclEpPlan]):
 
     def _exchange_counts(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Assignments of every rank for every expert, int64 [num_ranks, num_experts] on the CPU."""
-        expert = torch.where(topk_idx == NOT_ROUTED, self.num_experts, topk_idx).reshape(-1)
-        mine = expert.new_zeros(self.num_experts + 1)
-        mine = mine.scatter_add(0, expert, torch.ones_like(expert))[: self.num_experts]
+        mine = assignments_of_experts(topk_idx, self.num_experts)
         return self.group.hosts.gather(mine.cpu(), "plan, exchanging counts", self.timeout_s)
 
     def _local(self, counts: torch.Tensor) -> torch.Tensor:

@@ -71,23 +71,11 @@ class NcclEpPlan(RoutePlan):
         return self.host_counts
 
 
-@dataclass(frozen=True)
-class OpenLibrary:
-    """A libnccl_ep that this process has opened.
-
-    Attributes:
-        native: the library.
-        modes: the environment variables to set when it makes a group.
-        adds_by_assignment: combine adds the ranks' parts in the order of a token's assignments.
-    """
-
-    native: _C.NcclEp
-    modes: dict[str, str]
-    adds_by_assignment: bool
-
-
-def open_library() -> OpenLibrary:
+def open_library() -> tuple[_C.NcclEp, dict[str, str]]:
     """Open the libnccl_ep of `find_nccl_ep`, and tell it where its sources are.  Not collective.
+
+    Returns:
+        the library, and the environment variables to set when it makes a group.
 
     Raises:
         EngineUnavailableError: there is none.
@@ -98,21 +86,25 @@ def open_library() -> OpenLibrary:
     for name, folder in nccl_ep_library.jit_folders(library).items():
         if envs.get(name) is None:
             os.environ[name] = str(folder)  # the library reads it when it compiles
-    return OpenLibrary(
-        native=extension.load().NcclEp(str(library.path)),
-        modes=nccl_ep_library.group_modes(library),
-        adds_by_assignment=envs.get(nccl_ep_library.PULL_PUSH),
-    )
+    native = extension.load().NcclEp(str(library.path))
+    return native, nccl_ep_library.group_modes(library)
 
 
 class Staging(Resource):
-    """NVIDIA's group: staging memory that the layers of a group with the same experts share."""
+    """NVIDIA's group: staging memory that the layers of a group with the same experts share.
+
+    Attributes:
+        adds_by_assignment: combine adds the ranks' parts in the order of a token's assignments.
+    """
 
     def __init__(self, group: EpGroup, num_experts: int, config: EpConfig) -> None:
         self._group, self._num_experts, self._config = group, num_experts, config
         timeout_s = group.deadline_s(config)
         self._communicator = communicator_of(group, timeout_s)
-        self._library = group.hosts.on_all_ranks("opening libnccl_ep", open_library, timeout_s)
+        self._library, self._modes = group.hosts.on_all_ranks(
+            "opening libnccl_ep", open_library, timeout_s
+        )
+        self.adds_by_assignment: bool = envs.get(nccl_ep_library.PULL_PUSH)
         self._staged: Any = None
         self._limits = (0, 0, 0)  # tokens, bytes of a row, assignments of a token
         self._num_rows = 0  # static mode: of every dispatched tensor
@@ -130,11 +122,6 @@ class Staging(Resource):
         if isinstance(rows, str):
             of = f" of {config.max_tokens_per_rank} tokens aligned to {config.block_alignment}"
         return f"nccl_ep {num_experts} {rows}{of} {config.num_sms}"
-
-    @property
-    def adds_by_assignment(self) -> bool:
-        """Whether combine adds the ranks' parts in the order of a token's assignments."""
-        return self._library.adds_by_assignment
 
     def rows_of(self, plan: NcclEpPlan) -> int:
         """Rows of the tensor that the library fills for a plan that is bound to this memory.
@@ -216,9 +203,9 @@ class Staging(Resource):
         num_rows = 0 if limit is None else max(limit, tokens)
 
         def make() -> Any:
-            with nccl_ep_library.environment(self._library.modes):
+            with nccl_ep_library.environment(self._modes):
                 return extension.load().NcclEpGroup(
-                    self._library.native,
+                    self._library,
                     self._communicator,
                     num_experts=self._num_experts,
                     max_tokens=tokens,

@@ -242,14 +242,11 @@ class ReferenceEngine(EngineBase[ReferencePlan]):
         opens_block = received & ((received.cumsum(1) - 1) % self.config.block_alignment == 0)
         rows = opens_block.T.flatten().cumsum(0) * self.config.block_alignment
         if self._overflow_report is not None:
-            self._overflow_report.record(self._needed(rows), limit)
+            mine = rows[-1:].sum().reshape(1)  # 0 without tokens
+            what = "plan, exchanging the number of rows that each rank needs"
+            needed = self.group.hosts.gather(mine, what, self.timeout_s).flatten()
+            self._overflow_report.record(needed, limit)
         return (rows <= limit).view_as(received.T).T
-
-    def _needed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows that each rank needs, int64 [num_ranks]; `rows`: those up to each assignment."""
-        mine = rows[-1:].sum().reshape(1)  # 0 without tokens
-        what = "plan, exchanging the number of rows that each rank needs"
-        return self.group.hosts.gather(mine, what, self.timeout_s).flatten()
 
     def _exchange(
         self, lists: list[tuple[torch.Tensor, list[int], list[int]]], what: str

@@ -18,9 +18,10 @@ UNDEFINED = 0xFF
 
 
 class ReferenceLowLatency(Resource):
-    """See `LowLatencyCalls`.  First halves do all the work, and wait for all hosts.
+    """An engine's part of a `LowLatency`, which has already checked turns and arguments.
 
-    Rows of an earlier dispatch become NaN at the next one.
+    First halves do all the work, and wait for all hosts.  Rows of an earlier dispatch become NaN
+    at the next one.
     """
 
     def __init__(
@@ -34,19 +35,25 @@ class ReferenceLowLatency(Resource):
         self._tokens_of = self._out = torch.zeros(0, device="cpu")
 
     def begin(self, phase: str, problem: str | None, sends: bool) -> None:
-        """See `LowLatencyCalls.begin`."""
+        """Preamble of every call: raise pending errors, and `problem` on all ranks.
+
+        Args:
+            phase: "dispatch" or "combine".
+            problem: what is wrong on this rank, if anything is.
+            sends: the call has a first half.
+        """
         if sends:
             self._group.hosts.agree(phase, {}, problem, self._group.deadline_s(self._config))
         elif problem is not None:
             raise InputError(f"{phase}: {problem}")
 
     def topk_problem(self, topk_idx: torch.Tensor) -> str | None:
-        """See `LowLatencyCalls.topk_problem`."""
+        """Say what is wrong with the values of a routing, if the host checks them."""
         return checks.topk_value_problem(topk_idx, self._num_experts)
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, completes: bool) -> LowLatencyRows:
-        """See `LowLatencyCalls.dispatch`."""
+        """Do the first half and, if it `completes`, the second, after which the result is valid."""
         self._fill_nan()
         self._num_tokens = len(tokens.x)
         topk_idx, scales = tokens.topk_idx, tokens.scales
@@ -76,7 +83,7 @@ class ReferenceLowLatency(Resource):
         return self._received
 
     def complete_dispatch(self) -> LowLatencyRows:
-        """See `LowLatencyCalls.complete_dispatch`."""
+        """Do the second half."""
         assert self._received is not None  # dispatched
         return self._received
 
@@ -84,7 +91,7 @@ class ReferenceLowLatency(Resource):
     def combine(
         self, y: torch.Tensor, rows_of: torch.Tensor | None, completes: bool
     ) -> torch.Tensor:
-        """See `LowLatencyCalls.combine`."""
+        """Like `dispatch`.  With `rows_of`, y is [rows, hidden]."""
         assert self._received is not None  # dispatched
         rank, counts = self._group.rank, self._received.counts.tolist()
         places = (self._group.size, self._sizes.max_tokens, self._sizes.hidden)
@@ -107,11 +114,11 @@ class ReferenceLowLatency(Resource):
         return self._out
 
     def complete_combine(self) -> torch.Tensor:
-        """See `LowLatencyCalls.complete_combine`."""
+        """Do the second half."""
         return self._out
 
     def close(self) -> None:
-        """See `LowLatencyCalls.close`."""
+        """Release its resources.  Called once, when all ranks have agreed or will not come."""
         self._fill_nan()
 
     def _fill_nan(self) -> None:

@@ -26,7 +26,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError, UnsupportedError
 from megatron_ncclep.integration.options.field import NAME
 from megatron_ncclep.integration.patching import replaces
-from megatron_ncclep.ranks.group import EpGroup
 
 # The lowest compute capability with GEMMs for blocks of 16 or 32 numbers that share a scale.
 BLACKWELL = (10, 0)
@@ -90,13 +89,14 @@ def align_for_experts(config: Any, options: EpConfig) -> EpConfig:
     return options
 
 
-def announce_alignment(config: Any, options: EpConfig, process_group: Any) -> None:
-    """Log that dispatch pads the experts' rows, once per group and on its first rank only."""
-    if needs_padding(config):
-        EpGroup.of(process_group).announce(
-            f"{_recipe(config)}: dispatch pads expert blocks to a multiple of {options.alignment} "
-            "rows, so the experts do not pad them"
-        )
+def pads_rows(config: Any, options: EpConfig) -> str | None:
+    """Say that dispatch pads the experts' rows, if it does."""
+    if not needs_padding(config):
+        return None
+    return (
+        f"{_recipe(config)}: dispatch pads expert blocks to a multiple of {options.alignment} "
+        "rows, so the experts do not pad them"
+    )
 
 
 def _recipe(config: Any) -> str:

@@ -9,12 +9,12 @@ gradients, and the experts keep the rows that it delivers for their weights' gra
 
 from __future__ import annotations
 
-import functools
 import importlib
 from importlib.util import find_spec
 from typing import Any
 
 from megatron_ncclep.errors import IntegrationError
+from megatron_ncclep.integration.options.field import NAME
 from megatron_ncclep.integration.patching import replaces
 from megatron_ncclep.integration.releases import MEGATRON
 
@@ -25,8 +25,8 @@ PLACES = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_gr
 _FUNCTION = "should_free_input"
 
 
-def keep_inputs(dispatcher_type: str) -> None:
-    """Make the schedule keep the inputs that layers with this dispatcher type need.  Idempotent.
+def keep_inputs() -> None:
+    """Make the schedule keep the inputs that layers with our dispatcher need.  Idempotent.
 
     Raises:
         IntegrationError: this Megatron-Core decides somewhere else.
@@ -34,8 +34,7 @@ def keep_inputs(dispatcher_type: str) -> None:
     for name in PLACES:
         module = importlib.import_module(name) if find_spec(name) is not None else None
         if module is not None and hasattr(module, _FUNCTION):
-            keeping = functools.partial(_keeping, dispatcher_type)
-            replaces(_FUNCTION, ["name", "is_moe", "config"])(keeping)(module)
+            _change_freeing(module)
             return
     raise IntegrationError(
         f"neither {' nor '.join(PLACES)} has {_FUNCTION}(), which says what the schedule of "
@@ -43,9 +42,10 @@ def keep_inputs(dispatcher_type: str) -> None:
     )
 
 
-def _keeping(dispatcher_type: str, original: Any) -> Any:
+@replaces(_FUNCTION, ["name", "is_moe", "config"])
+def _change_freeing(original: Any) -> Any:
     def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
-        if config.moe_token_dispatcher_type == dispatcher_type and name in KEPT:
+        if config.moe_token_dispatcher_type == NAME and name in KEPT:
             return False
         return bool(original(name, is_moe, config, *args, **kwargs))
 

@@ -8,26 +8,9 @@ fp8.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.ranks.group import EpGroup
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One unsupported setting.
-
-    Attributes:
-        option: name of the TransformerConfig field.
-        is_set: whether a given value is refused.
-        remedy: what the user can do instead, as the end of a sentence.
-    """
-
-    option: str
-    is_set: Callable[[Any], bool]
-    remedy: str
 
 
 def is_on(value: Any) -> bool:
@@ -49,48 +32,40 @@ _OUR_ENGINE = (
 )
 _TUNES_HYBRIDEP = "leave it out: it tunes HybridEP, a backend of Megatron's flex dispatcher"
 
+# Option -> whether a value is refused, and what the user can do instead, as the end of a sentence.
+Refusals = dict[str, tuple[Callable[[Any], bool], str]]
 # Options that only affect other dispatchers.
-TUNES_OTHERS = (
-    Refusal("moe_flex_dispatcher_backend", other_than("deepep"), _OUR_ENGINE),
-    Refusal(_DEEPEP_NUM_SMS, other_than(20), f"it is for DeepEP: {_OUR_NUM_SMS}"),
-    Refusal(_HYBRIDEP_NUM_SMS, other_than(16), f"it is for HybridEP: {_OUR_NUM_SMS}"),
-    Refusal(_NUM_SMS, other_than(), f"it is for Megatron's flex dispatcher: {_OUR_NUM_SMS}"),
-    Refusal("moe_hybridep_num_sms_preprocessing", other_than(108), _TUNES_HYBRIDEP),
-    Refusal("moe_hybridep_num_blocks_permute", other_than(), _TUNES_HYBRIDEP),
-    Refusal("moe_hybridep_num_blocks_unpermute", other_than(), _TUNES_HYBRIDEP),
-    Refusal("moe_permute_fusion_into_hybridep", is_on, _TUNES_HYBRIDEP),
-    Refusal("moe_hybridep_pad_uneven_dispatch_inputs", is_on, _TUNES_HYBRIDEP),
-)
-REFUSALS = (
-    Refusal(
-        "moe_paged_stash",
+TUNES_OTHERS: Refusals = {
+    "moe_flex_dispatcher_backend": (other_than("deepep"), _OUR_ENGINE),
+    _DEEPEP_NUM_SMS: (other_than(20), f"it is for DeepEP: {_OUR_NUM_SMS}"),
+    _HYBRIDEP_NUM_SMS: (other_than(16), f"it is for HybridEP: {_OUR_NUM_SMS}"),
+    _NUM_SMS: (other_than(), f"it is for Megatron's flex dispatcher: {_OUR_NUM_SMS}"),
+    "moe_hybridep_num_sms_preprocessing": (other_than(108), _TUNES_HYBRIDEP),
+    "moe_hybridep_num_blocks_permute": (other_than(), _TUNES_HYBRIDEP),
+    "moe_hybridep_num_blocks_unpermute": (other_than(), _TUNES_HYBRIDEP),
+    "moe_permute_fusion_into_hybridep": (is_on, _TUNES_HYBRIDEP),
+    "moe_hybridep_pad_uneven_dispatch_inputs": (is_on, _TUNES_HYBRIDEP),
+}
+_OUR_ROWS = "set the option max_recv_rows"
+_OF_FLEX = "it belongs to Megatron's flex dispatcher"
+_OUR_DTYPE = f"leave it out: {_OF_FLEX}; here rows cross in the model's dtype"
+REFUSALS: Refusals = {
+    "moe_paged_stash": (
         is_on,
         "leave it out: it needs Megatron's flex dispatcher, which reports a rank with too many "
         "rows so that the step can be repeated",
     ),
-    Refusal(
-        "moe_expert_rank_capacity_factor",
+    "moe_expert_rank_capacity_factor": (
         other_than(),
-        "set the option max_recv_rows (--ncclep-max-recv-rows) instead",
+        f"{_OUR_ROWS} (--ncclep-max-recv-rows) instead",
     ),
-    Refusal(
-        "moe_ncclep_static_shape",
-        is_on,
-        "it belongs to Megatron's flex dispatcher; set the option max_recv_rows instead",
-    ),
-    Refusal("moe_ncclep_zero_copy", is_on, "it belongs to Megatron's flex dispatcher"),
-    *(
-        Refusal(
-            option,
-            other_than("bf16"),
-            "leave it out: it belongs to Megatron's flex dispatcher; here rows cross in the "
-            "model's dtype",
-        )
-        for option in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
-    ),
-    Refusal("moe_enable_deepep", is_on, _OUR_ENGINE),
-    *TUNES_OTHERS,
-)
+    "moe_ncclep_static_shape": (is_on, f"{_OF_FLEX}; {_OUR_ROWS} instead"),
+    "moe_ncclep_zero_copy": (is_on, _OF_FLEX),
+    "moe_dispatch_fwd_dtype": (other_than("bf16"), _OUR_DTYPE),
+    "moe_combine_bwd_dtype": (other_than("bf16"), _OUR_DTYPE),
+    "moe_enable_deepep": (is_on, _OUR_ENGINE),
+    **TUNES_OTHERS,
+}
 
 
 def check_supported(config: Any) -> None:
@@ -103,18 +78,15 @@ def check_supported(config: Any) -> None:
     Raises:
         UnsupportedError: names the option, its value and the remedy.
     """
-    for refusal in REFUSALS:
-        value = getattr(config, refusal.option, None)
-        if not refusal.is_set(value):
-            continue
-        if refusal in TUNES_OTHERS and (
-            _is_default(config, refusal.option, value) or _is_of_a_recipe(config)
-        ):
-            continue
-        raise UnsupportedError(
-            f"moe_token_dispatcher_type='ncclep' does not support {refusal.option}={value!r}: "
-            f"{refusal.remedy}"
+    for option, (is_set, remedy) in REFUSALS.items():
+        value = getattr(config, option, None)
+        is_unused = option in TUNES_OTHERS and (
+            _is_default(config, option, value) or _is_of_a_recipe(config)
         )
+        if is_set(value) and not is_unused:
+            raise UnsupportedError(
+                f"moe_token_dispatcher_type='ncclep' does not support {option}={value!r}: {remedy}"
+            )
 
 
 def _is_default(config: Any, option: str, value: Any) -> bool:
@@ -142,14 +114,13 @@ def _is_of_a_recipe(config: Any) -> bool:
     return any(kind.__module__.startswith("megatron.bridge.") for kind in type(config).__mro__)
 
 
-def announce_unused(config: Any, process_group: Any) -> None:
-    """Log the options of a recipe that are not used, once per group and on its first rank only."""
+def unused_options(config: Any) -> str:
+    """Say which options of a recipe are not used; empty if there are none."""
     unused = [
-        f"{refusal.option}={value!r}"
-        for refusal in TUNES_OTHERS
-        if refusal.is_set(value := getattr(config, refusal.option, None))
-        and not _is_default(config, refusal.option, value)
+        f"{option}={value!r}"
+        for option, (is_set, _) in TUNES_OTHERS.items()
+        if is_set(value := getattr(config, option, None)) and not _is_default(config, option, value)
     ]
-    if unused:
-        text = f"options for Megatron's flex dispatcher are not used: {', '.join(unused)}"
-        EpGroup.of(process_group).announce(text)
+    if not unused:
+        return ""
+    return f"options for Megatron's flex dispatcher are not used: {', '.join(unused)}"

@@ -23,7 +23,7 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
     """Apply the activation and multiply every row by its probability.
 
     Args:
-        config: TransformerConfig, checked by `check_config` in refusals.py.
+        config: TransformerConfig, checked by `config_problem` in refusals.py.
         rows: [num_rows, features], twice as many with gated_linear_unit: gates, then values.
         probs: [num_rows].
 
@@ -34,7 +34,13 @@ def activate(config: Any, rows: Tensor, probs: Tensor) -> Tensor:
     function = config.activation_func
     result: Tensor
     if not is_fused(config):
-        activated = _gated(config, rows) if config.gated_linear_unit else function(rows)
+        if config.gated_linear_unit:
+            gate, value = rows.chunk(2, dim=-1)
+            if (limit := config.activation_func_clamp_value) is not None:
+                gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
+            activated = function(gate) * (value + config.glu_linear_offset)
+        else:
+            activated = function(rows)
         result = (activated * probs).to(activated.dtype)
     elif function is F.silu:
         limits = (config.activation_func_clamp_value,) if _SWIGLU_CLAMPS else ()
@@ -53,12 +59,3 @@ def is_fused(config: Any) -> bool:
     if config.gated_linear_unit:
         return config.bias_activation_fusion and function in (F.silu, quick_gelu)
     return function is squared_relu and config.use_fused_weighted_squared_relu
-
-
-def _gated(config: Any, rows: Tensor) -> Tensor:
-    gate, value = rows.chunk(2, dim=-1)
-    limit = config.activation_func_clamp_value
-    if limit is not None:
-        gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
-    result: Tensor = config.activation_func(gate) * (value + config.glu_linear_offset)
-    return result

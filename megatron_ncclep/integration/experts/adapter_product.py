@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ncclep.integration.experts.adapters import Adapter, weights_in
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
-from megatron_ncclep.integration.experts.grouped_linear import grouped_product
+from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 
 
 class LowRank(NamedTuple):
@@ -83,8 +83,8 @@ def add_adapter(
     if adapter.dropout and not adapter.drops_last:
         rows, make_rows_again = F.dropout(rows, adapter.dropout), None
     # Scaled here, where it is smallest.
-    low = grouped_product(rows, offsets, a, make_rows_again) * adapter.scale
-    product = grouped_product(low, offsets, b)
+    low = grouped_linear(rows, offsets, [a], None, make_rows_again) * adapter.scale
+    product = grouped_linear(low, offsets, [b], None)
     if adapter.dropout and adapter.drops_last:
         product = F.dropout(product, adapter.dropout)
     return result.add_(product)

@@ -172,7 +172,9 @@ class _SwigluExperts(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         fc1, fc2 = _halves(weights)
-        rows, scale, ends = rows.contiguous(), _aligned(probs), F.pad(offsets, (1, 0))
+        rows, scale, ends = rows.contiguous(), probs.float().contiguous(), F.pad(offsets, (1, 0))
+        if scale.data_ptr() % ADDRESS_BYTES:
+            scale = scale.clone()
         products, keep = mode.products, mode.has_backward
         low1, addend = _products_of(products, "1", rows, a1, b1, ends, mode.scales[0])
         gate_up, activated = products.fc1(rows, stack_of(fc1), scale, ends, keep, addend)
@@ -280,9 +282,3 @@ def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """The values for fc1, and those for fc2."""
     half = len(values) // 2
     return values[:half], values[half:]
-
-
-def _aligned(probs: Tensor) -> Tensor:
-    """The probabilities in fp32, contiguous, at an address that kernels accept."""
-    result = probs.float().contiguous()
-    return result.clone() if result.data_ptr() % ADDRESS_BYTES else result

@@ -97,8 +97,14 @@ class GroupedExperts:
             result: tuple[Tensor, Tensor | None] = forward(rows, tokens_per_expert, probs)
             return result
         fc1, fc2 = self.weights_of("linear_fc1"), self.weights_of("linear_fc2")
-        self._check_when_run(rows, fc1[0])
-        self._run_pre_forward_hooks()
+        if problem := unavailable_reason(rows.device, rows.dtype):
+            raise unsupported(problem)
+        if hasattr(fc1[0], "get_main_grad") or hasattr(fc1[0], "device_mesh"):
+            raise unsupported("FSDP: use DistributedDataParallel, with the distributed optimizer")
+        # The hooks that wait for the weights: DDP's, with overlap_param_gather.
+        for module in self.as_built.modules():
+            for hook in module._forward_pre_hooks.values() if module is not self else ():
+                hook(module, ())
         # A copy from the CPU runs before the following work, and the host does not wait for it.
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
         offsets = torch.cumsum(counts, 0, dtype=torch.int32)
@@ -184,19 +190,6 @@ class GroupedExperts:
 
                 self._products = QuackProducts()
         return self._products
-
-    def _check_when_run(self, rows: Tensor, weight: torch.nn.Parameter) -> None:
-        """Refuse problems that only show at run time."""
-        if problem := unavailable_reason(rows.device, rows.dtype):
-            raise unsupported(problem)
-        if hasattr(weight, "get_main_grad") or hasattr(weight, "device_mesh"):
-            raise unsupported("FSDP: use DistributedDataParallel, with the distributed optimizer")
-
-    def _run_pre_forward_hooks(self) -> None:
-        """Call the hooks that wait for the weights: DDP's, with overlap_param_gather."""
-        for module in self.as_built.modules():
-            for hook in module._forward_pre_hooks.values() if module is not self else ():
-                hook(module, ())
 
 
 class GroupedTEExperts(GroupedExperts, TEGroupedMLP):

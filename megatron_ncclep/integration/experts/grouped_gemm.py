@@ -47,23 +47,22 @@ def multiply(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
     Args:
         rows: [num_rows, in_features].
-        weights: [num_experts, out_features, in_features]; any stride between experts.
+        weights: [num_experts, out_features, in_features]; any stride between experts, and a
+            transpose, which makes this the gradient of a layer's rows.
         offsets: int32 [num_experts], ascending, the last at most num_rows.
 
     Returns:
         [num_rows, out_features]; rows after the last offset are not written.
     """
-    return _by_rows(rows, weights.transpose(1, 2), offsets)
-
-
-def input_gradient(grad: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Return grad @ weights[g] for every expert g's rows: [num_rows, in_features].
-
-    Args:
-        grad: of the output, [num_rows, out_features].
-        weights, offsets: as in `multiply`.
-    """
-    return _by_rows(grad, weights, offsets)
+    matrices = weights.transpose(1, 2)
+    if not len(rows):
+        return rows.new_empty(0, matrices.shape[2])
+    if _has_kernel(rows):
+        return _grouped_mm(rows, matrices, offsets)
+    result = rows.new_empty(len(rows), matrices.shape[2])
+    for expert, (begin, end) in enumerate(_blocks(offsets)):
+        torch.mm(rows[begin:end], matrices[expert], out=result[begin:end])
+    return result
 
 
 def weight_gradients(
@@ -87,18 +86,6 @@ def weight_gradients(
     for each, gradient in pairs:
         each.add_(gradient) if adds else each.copy_(gradient)
     return out
-
-
-def _by_rows(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply every expert's rows [num_rows, k] by its matrix of [num_experts, k, n]."""
-    if not len(rows):
-        return rows.new_empty(0, matrices.shape[2])
-    if _has_kernel(rows):
-        return _grouped_mm(rows, matrices, offsets)
-    result = rows.new_empty(len(rows), matrices.shape[2])
-    for expert, (begin, end) in enumerate(_blocks(offsets)):
-        torch.mm(rows[begin:end], matrices[expert], out=result[begin:end])
-    return result
 
 
 def _has_kernel(rows: Tensor) -> bool:

@@ -26,7 +26,7 @@ def grouped_linear(
     rows: Tensor,
     offsets: Tensor,
     weights: Sequence[Tensor],
-    target: GradientTarget,
+    target: GradientTarget | None,
     make_rows_again: Callable[[], Tensor] | None = None,
     products: QuackProducts | None = None,
 ) -> Tensor:
@@ -38,8 +38,9 @@ def grouped_linear(
     Args:
         rows: [num_rows, in_features].
         offsets: ends of the blocks, int32 [num_experts], on the rows' device.
-        weights: one parameter [out_features, in_features] for each block, in the blocks' order.
-        target: where the weights' gradients go.
+        weights: one parameter [out_features, in_features] for each block, in the blocks' order; or
+            without a target one tensor of all, [num_experts, out_features, in_features].
+        target: where the weights' gradients go; None: they are autograd's.
         make_rows_again: if given, called in backward instead of keeping `rows`.
         products: compute the weights' gradients, without rounding before they are added; None:
             torch does.
@@ -59,7 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         offsets: Tensor,
-        target: GradientTarget,
+        target: GradientTarget | None,
         make_rows_again: Callable[[], Tensor] | None,
         products: QuackProducts | None,
         *weights: Tensor,
@@ -68,7 +69,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_rows = make_rows_again is None and any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(rows if needs_rows else None, offsets, *weights)
         ctx.target, ctx.make_rows_again, ctx.products = target, make_rows_again, products
-        return grouped_gemm.multiply(rows, stack_of(weights), offsets)
+        return grouped_gemm.multiply(rows, _stack(weights), offsets)
 
     @staticmethod
     @once_differentiable
@@ -78,63 +79,24 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         rows_grad = None
         if ctx.needs_input_grad[0]:
-            rows_grad = grouped_gemm.input_gradient(grad, stack_of(weights), offsets)
+            rows_grad = grouped_gemm.multiply(grad, _stack(weights).mT, offsets)
         weight_grads: list[Tensor | None] = [None] * len(weights)
         is_trained = ctx.needs_input_grad[5:]
         if any(is_trained):
-            rows = rows if ctx.make_rows_again is None else ctx.make_rows_again()
+            if ctx.make_rows_again is not None:
+                rows = ctx.make_rows_again().to(weights[0].dtype)
             if products is None:
                 product = partial(grouped_gemm.weight_gradients, grad, rows, offsets)
             else:
                 ends = F.pad(offsets, (1, 0))
                 product = partial(products.weight_gradients, grad, rows, ends, False)
-            weight_grads = store_weight_gradients(weights, is_trained, product, ctx.target)
+            if ctx.target is None:
+                whole: Any = product()
+                weight_grads = [whole]
+            else:
+                weight_grads = store_weight_gradients(weights, is_trained, product, ctx.target)
         return (rows_grad, None, None, None, None, *weight_grads)
 
 
-def grouped_product(
-    rows: Tensor,
-    offsets: Tensor,
-    matrices: Tensor,
-    make_rows_again: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """Return rows @ matrices[g]^T for every block g; all gradients are autograd's.
-
-    Args:
-        rows, offsets, make_rows_again: as in `grouped_linear`.
-        matrices: [num_experts, out_features, in_features], in the blocks' order and rows' dtype.
-
-    Returns:
-        [num_rows, out_features].
-    """
-    result: Tensor = _GroupedProduct.apply(rows, offsets, matrices, make_rows_again)
-    return result
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        offsets: Tensor,
-        matrices: Tensor,
-        make_rows_again: Callable[[], Tensor] | None,
-    ) -> Tensor:
-        needs_rows = make_rows_again is None and ctx.needs_input_grad[2]
-        ctx.save_for_backward(rows if needs_rows else None, offsets, matrices)
-        ctx.make_rows_again = make_rows_again
-        return grouped_gemm.multiply(rows, matrices, offsets)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, offsets, matrices = ctx.saved_tensors
-        grad, rows_grad = grad.contiguous(), None
-        gradients: Any = None
-        if ctx.needs_input_grad[0]:
-            rows_grad = grouped_gemm.input_gradient(grad, matrices, offsets)
-        if ctx.needs_input_grad[2]:
-            if ctx.make_rows_again is not None:
-                rows = ctx.make_rows_again().to(matrices.dtype)
-            gradients = grouped_gemm.weight_gradients(grad, rows, offsets)
-        return rows_grad, None, gradients, None
+def _stack(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if weights[0].dim() == 3 else stack_of(weights)

@@ -17,17 +17,24 @@ from megatron_ncclep.integration.checks.fp8 import is_quantized
 if TYPE_CHECKING:
     from megatron_ncclep.integration.experts.selection import Choice
 
+# Attributes that are true of this package's experts, which never read the counts on the host; of
+# TEGroupedMLP with TransformerEngine's op fuser (from 0.18 on); with moe_use_grouped_tensor (0.20).
+_OURS, _OP_FUSED = "takes_counts_on_device", "_with_fused_impl"
+_WITH_GROUPED_TENSORS = "_use_grouped_tensor"
+
 
 def check_experts(config: Any, options: EpConfig, num_ranks: int, num_slices: int) -> None:
     """Refuse unsupported grouped experts before Megatron builds any experts.
 
     Raises:
-        UnsupportedError, InputError: see `experts.refusals.check_config`.
+        UnsupportedError: names the option, its value and the remedy.
     """
     if options.experts == "grouped":
-        from megatron_ncclep.integration.experts.refusals import check_config
+        from megatron_ncclep.integration.experts.refusals import config_problem, unsupported
 
-        check_config(config, config.num_moe_experts // num_ranks, num_slices)
+        num_local_experts = config.num_moe_experts // num_ranks
+        if problem := config_problem(config, num_local_experts, num_slices):
+            raise unsupported(problem)
 
 
 def select_experts(
@@ -46,13 +53,10 @@ def select_experts(
 
     config, in_graph = layer.config, may_hold_experts(layer.config)
     is_asked_for = options.experts == "grouped"
-    if not is_asked_for:
-        choice = selection.choose(
-            config, options, layer.experts, layer.num_local_experts, num_slices, in_graph
-        )
-        options = dataclasses.replace(options, experts=choice.experts)
-    else:
-        choice = selection.asked_for(config)
+    choice = selection.choose(
+        config, options, layer.experts, layer.num_local_experts, num_slices, in_graph
+    )
+    options = dataclasses.replace(options, experts=choice.experts)
     if options.experts != "grouped":
         return options, choice, None
     from megatron_ncclep.integration.experts.grouped import group_experts
@@ -131,26 +135,26 @@ def reversed_blocks(rows: Tensor, sizes: list[int]) -> Tensor:
 
 def counts_wanted(experts: Any) -> dict[str, bool]:
     """The dispatcher's keyword arguments that match how the experts read their row counts."""
-    if _read_on_device(experts):
+    if _is(experts, _OURS):
         return {"counts_on_device": True}
     # The op fuser passes the counts on.  Where TransformerEngine has no kernel that reads them, it
     # splits the rows by these counts, so they must add up to the number of rows.
-    if _is_op_fused(experts) or _have_grouped_tensors(experts):
+    if _is(experts, _OP_FUSED, _WITH_GROUPED_TENSORS):
         return {"counts_on_device": True, "counts_cover_all_rows": True}
     return {}
 
 
 def need_no_host(experts: Any, config: Any) -> bool:
     """Whether the experts read their row counts only on the device."""
-    if _read_on_device(experts):
+    if _is(experts, _OURS):
         return True
     if is_quantized(config):  # not tested, and up to 0.17 Megatron pads the rows by the counts
         return False
     # Whether TransformerEngine has such kernels depends on its release, the GPU and cuBLAS; without
     # them it splits the rows on the host.
-    if _is_op_fused(experts):
+    if _is(experts, _OP_FUSED):
         place, question = "ops.basic", "is_op_fuser_grouped_tensor_path_supported"
-    elif _have_grouped_tensors(experts):
+    elif _is(experts, _WITH_GROUPED_TENSORS):
         # Separate biases are added expert by expert, to rows that the host has split.
         if config.add_bias_linear and not config.moe_single_grouped_bias:
             return False
@@ -162,16 +166,5 @@ def need_no_host(experts: Any, config: Any) -> bool:
     return has_kernels is not None and bool(has_kernels(None, config.params_dtype))
 
 
-def _read_on_device(experts: Any) -> bool:
-    """Whether the experts are this package's, which never read the counts on the host."""
-    return getattr(experts, "takes_counts_on_device", False)
-
-
-def _is_op_fused(experts: Any) -> bool:
-    """Whether the experts are TEGroupedMLP with TransformerEngine's op fuser (from 0.18 on)."""
-    return getattr(experts, "_with_fused_impl", False)
-
-
-def _have_grouped_tensors(experts: Any) -> bool:
-    """Whether the experts are TEGroupedMLP with moe_use_grouped_tensor (from 0.20 on)."""
-    return getattr(experts, "_use_grouped_tensor", False)
+def _is(experts: Any, *attributes: str) -> bool:
+    return any(getattr(experts, name, False) for name in attributes)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.integration.checks.unsupported import Refusal, is_on, other_than
+from megatron_ncclep.integration.checks.unsupported import Refusals, is_on, other_than
 from megatron_ncclep.integration.experts.activation import is_fused
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_EXPERTS
 
@@ -22,85 +22,55 @@ def _has_parameters(function: Any) -> bool:
     return isinstance(module, nn.Module) and any(True for _ in module.parameters())
 
 
-REFUSALS = (
-    Refusal(
-        "add_bias_linear",
+_IN_BF16 = (
+    "leave it out: they compute in bf16, because scales, their history and the recipes' use of "
+    "them are inside TransformerEngine's modules, which grouped experts do not call"
+)
+_TOGETHER = "leave it out: they compute weight gradients together with those of the rows"
+REFUSALS: Refusals = {
+    "add_bias_linear": (
         is_on,
         "leave the biases out (add_bias_linear=False, --disable-bias-linear)",
     ),
-    Refusal(
-        "use_transformer_engine_op_fuser",
+    "use_transformer_engine_op_fuser": (
         is_on,
         "leave it out: with it TransformerEngine computes the experts in another way",
     ),
-    Refusal(
-        "moe_use_grouped_tensor",
+    "moe_use_grouped_tensor": (
         is_on,
         "leave it out: it has TransformerEngine compute the experts, from its own grouped tensors",
     ),
-    Refusal(
-        "moe_single_grouped_weight",
+    "moe_single_grouped_weight": (
         is_on,
         "leave it out: they keep one parameter for each expert, without copying them",
     ),
-    Refusal("use_te_activation_func", is_on, "leave it out: Megatron's own activations are used"),
-    Refusal(
-        "activation_func",
+    "use_te_activation_func": (is_on, "leave it out: Megatron's own activations are used"),
+    "activation_func": (
         _has_parameters,
         "use one without parameters: rows of no expert, which may hold anything, would add to "
         "their gradients",
     ),
-    Refusal(
-        "activation_func_fp8_input_store", is_on, "leave it out: activations are kept as they are"
-    ),
-    Refusal(
-        "moe_mlp_glu_interleave_size",
+    "activation_func_fp8_input_store": (is_on, "leave it out: activations are kept as they are"),
+    "moe_mlp_glu_interleave_size": (
         other_than(),
         "leave it out: gates and values stay in two halves",
     ),
-    *(
-        Refusal(
-            option,
-            is_on,
-            "leave it out: they compute in bf16, because scales, their history and the recipes' "
-            "use of them are inside TransformerEngine's modules, which grouped experts do not call",
-        )
-        for option in ("fp8", "fp4")
-    ),
-    Refusal("quant_recipe", other_than(), "leave it out: quantised experts are not supported yet"),
-    Refusal(
-        "delay_wgrad_compute",
-        is_on,
-        "leave it out: they compute weight gradients together with those of the rows",
-    ),
-    Refusal(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        is_on,
-        "leave it out: they compute weight gradients together with those of the rows",
-    ),
-    Refusal("cpu_offloading", is_on, "leave it out: offloading is not supported"),
-    Refusal(
-        "offload_modules",
+    "fp8": (is_on, _IN_BF16),
+    "fp4": (is_on, _IN_BF16),
+    "quant_recipe": (other_than(), "leave it out: quantised experts are not supported yet"),
+    "delay_wgrad_compute": (is_on, _TOGETHER),
+    "overlap_dispatch_backward_with_experts_wgrad": (is_on, _TOGETHER),
+    "cpu_offloading": (is_on, "leave it out: offloading is not supported"),
+    "offload_modules": (
         lambda value: bool(_OFFLOADED & set(value or ())),
         "leave out expert_fc1, moe_act and fused_group_mlp: offloading the experts' activations is "
         "not supported; recompute_modules with moe_act saves memory too",
     ),
-    Refusal(
-        "expert_gtp_weight_remat_size",
+    "expert_gtp_weight_remat_size": (
         lambda value: (value or 1) > 1,
         "leave it out: weights that are gathered for each use are not supported",
     ),
-)
-
-
-def check_config(config: Any, num_local_experts: int, num_slices: int) -> None:
-    """Refuse a TransformerConfig that grouped experts would get wrong or ignore.
-
-    Raises:
-        UnsupportedError: names the option, its value and the remedy.
-    """
-    if problem := config_problem(config, num_local_experts, num_slices):
-        raise unsupported(problem)
+}
 
 
 def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str | None:
@@ -114,10 +84,10 @@ def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str 
     Returns:
         the option, its value and the remedy.
     """
-    for refusal in REFUSALS:
-        value = getattr(config, refusal.option, None)
-        if refusal.is_set(value):
-            return f"{refusal.option}={value!r}: {refusal.remedy}"
+    for option, (is_set, remedy) in REFUSALS.items():
+        value = getattr(config, option, None)
+        if is_set(value):
+            return f"{option}={value!r}: {remedy}"
     width_of_input = (
         "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
     )

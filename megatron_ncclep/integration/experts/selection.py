@@ -25,7 +25,6 @@ from megatron_ncclep.integration.experts import fused_swiglu
 from megatron_ncclep.integration.experts.grouped import class_problem
 from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
-from megatron_ncclep.ranks.group import EpGroup
 
 # Where torch's GEMMs and Megatron's experts took equally long. One H100, 2026-11-24, experts alone,
 # forward and backward into main_grad with gradient_accumulation_fusion, `python -m benchmarks
@@ -51,25 +50,10 @@ USUAL_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of experts.
-
-    Attributes:
-        experts: "grouped" or "megatron".
-        reason: text for the log.
-    """
+    """A choice of experts, "grouped" or "megatron", and the reason for the log."""
 
     experts: str
     reason: str
-
-    def announce(self, process_group: Any) -> None:
-        """Log the choice, once for the group and on its first rank only."""
-        text = f"experts: {self.experts}, because {self.reason}"
-        EpGroup.of(process_group).announce(text)
-
-
-def asked_for(config: Any) -> Choice:
-    """The choice of a user who asked for grouped experts: only how they compute is open."""
-    return Choice("grouped", f"the options ask for them; {_products(config, *_where(config))[1]}")
 
 
 def choose(
@@ -84,10 +68,8 @@ def choose(
     """Choose between the experts that Megatron has built and grouped ones.  Not collective.
 
     Args:
-        config: TransformerConfig, validated.
-        options: of the dispatcher, with experts="auto".
-        experts: Megatron's, just built.
-        num_experts: experts of this rank.
+        options: where they ask for grouped experts, only how these compute is open.
+        experts, num_experts: Megatron's, just built, of this rank.
         num_slices: ranks that each expert's own hidden size is divided among.
         in_graph: a CUDA graph will hold them.
         device: on which they will compute; by default a GPU if there is one.  Their present device
@@ -96,7 +78,11 @@ def choose(
     Returns:
         the same on all ranks with the same device and Megatron's arguments.
     """
-    device, dtype = _where(config, device)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if config.bf16 else config.params_dtype
+    hold_all, products = _products(config, device, dtype)
+    if options.experts == "grouped":
+        return Choice("grouped", f"the options ask for them; {products}")
     problem = (
         config_problem(config, num_experts, num_slices)
         or class_problem(experts)
@@ -105,7 +91,6 @@ def choose(
     )
     if problem:
         return Choice("megatron", f"grouped ones do not support {problem}")
-    hold_all, products = _products(config, device, dtype)
     if in_graph:
         return Choice("grouped", f"CUDA graphs hold them, and Megatron's need the host; {products}")
     if device.type != "cuda":
@@ -131,12 +116,6 @@ def choose(
         "grouped" if is_small else "megatron",
         f"{shape}: {limit} they were faster, compared with grouped ones with {products}",
     )
-
-
-def _where(config: Any, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype in which experts will compute."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return device, torch.bfloat16 if config.bf16 else config.params_dtype
 
 
 def _products(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:

@@ -21,6 +21,7 @@ from megatron_ncclep.engines.engine import NOT_ROUTED
 from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.engines.low_latency_types import LowLatencySizes
 from megatron_ncclep.errors import EngineUnavailableError, EpError, InputError, UnsupportedError
+from megatron_ncclep.integration.options.field import resolve_options
 from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.ranks.resources import Resource
 from megatron_ncclep.ranks.uncopied import Uncopied
@@ -83,27 +84,23 @@ class InferenceSession(Uncopied, Resource):
             raise error
 
     @classmethod
-    def shared(
-        cls,
-        process_group: dist.ProcessGroup,
-        num_experts: int,
-        hidden: int,
-        top_k: int,
-        options: EpConfig,
-    ) -> InferenceSession:
-        """Return the group's session for these arguments, made if there is none.  Collective.
+    def shared(cls, config: Any, process_group: dist.ProcessGroup) -> InferenceSession:
+        """Return what all layers with this TransformerConfig share in a group.
 
-        It stays until the group is closed (`megatron_ncclep.close`), because CUDA graphs keep using
-        its memory.
+        Collective the first time, which makes it.  It stays until the group is closed
+        (`megatron_ncclep.close`), because CUDA graphs keep using its memory.
 
         Raises:
             InputError, EngineUnavailableError: see `create_engine`; the engine has no low-latency
                 mode, or none for these sizes.
         """
+        options = resolve_options(config)
+        hidden = config.moe_latent_size or config.hidden_size
+        sizes = config.num_moe_experts, hidden, config.moe_router_topk
         used = [f"{name}={getattr(options, name)}" for name in OPTIONS]
-        name = f"inference {num_experts} {hidden} {top_k} {' '.join(used)}"
+        name = f"inference {sizes} {' '.join(used)}"
         return EpGroup.of(process_group).resources.share(
-            name, lambda: cls(process_group, num_experts, hidden, top_k, options)
+            name, lambda: cls(process_group, *sizes, options)
         )
 
     @property
@@ -129,8 +126,13 @@ class InferenceSession(Uncopied, Resource):
                 raise InputError(self._too_many(num_tokens))
             self.max_tokens = num_tokens
         self._open()
-        if num_tokens:
-            self._warm_up(most_tokens)
+        if num_tokens:  # run the engine with tokens that are not routed
+            device = self.group.device
+            topk = torch.full((most_tokens, self._top_k), NOT_ROUTED, device=device)
+            x = torch.zeros(most_tokens, self._hidden, dtype=DTYPE, device=device)
+            plan = self.engine.plan(topk)
+            rows, _ = self.engine.dispatch(plan, x, torch.zeros(topk.shape, device=device))
+            self.engine.combine(plan, rows)
 
     def low_latency_for(self, num_tokens: int, problem: str | None) -> LowLatency | None:
         """Choose what handles a batch: low-latency mode, or the engine (None).
@@ -162,15 +164,6 @@ class InferenceSession(Uncopied, Resource):
         if self._low_latency is not None:
             self._low_latency.close()
         self.engine.close()
-
-    def _warm_up(self, num_tokens: int) -> None:
-        """Run the engine with tokens that are not routed."""
-        device = self.group.device
-        topk = torch.full((num_tokens, self._top_k), NOT_ROUTED, device=device)
-        x = torch.zeros(num_tokens, self._hidden, dtype=DTYPE, device=device)
-        plan = self.engine.plan(topk)
-        rows, _ = self.engine.dispatch(plan, x, torch.zeros(topk.shape, device=device))
-        self.engine.combine(plan, rows)
 
     def _open(self) -> LowLatency:
         if self._low_latency is None:

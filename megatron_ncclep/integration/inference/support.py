@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
-from megatron_ncclep.integration.inference.session import DTYPE, OPTIONS, InferenceSession
-from megatron_ncclep.integration.options.field import NAME, accept_type, derived, resolve_options
+from megatron_ncclep.integration.inference.session import DTYPE, InferenceSession
+from megatron_ncclep.integration.options.field import NAME, accept_type, derived
 from megatron_ncclep.integration.patching import is_changed, mark_patched, replaces, validated_as
 from megatron_ncclep.ranks.group import EpGroup
 
@@ -78,20 +78,6 @@ def _not_in_this_release() -> str:
     )
 
 
-def ignored_option(options: Mapping[str, Any], trains: bool, generates: bool) -> str | None:
-    """The first option that nothing would use.
-
-    Args:
-        options: fields of EpConfig that were given.
-        trains, generates: whether our dispatchers are used for training, and for generating text.
-    """
-    for name in options:
-        in_training = trains and name != "inference_tokens"
-        if not in_training and not (generates and name in OPTIONS):
-            return name
-    return None
-
-
 def training_options(config: Any, options: EpConfig) -> EpConfig:
     """The options for the dispatcher of all other passes.
 
@@ -104,8 +90,7 @@ def training_options(config: Any, options: EpConfig) -> EpConfig:
             f"{getattr(config, FIELD, None)!r}, which would ignore it: leave it out, or set "
             f"{FIELD}={NAME!r}"
         )
-    values = vars(options) | {"inference_tokens": None}
-    return EpConfig(**values)
+    return dataclasses.replace(options, inference_tokens=None)
 
 
 def check_inference_type(config: Any) -> None:
@@ -159,7 +144,7 @@ def _change_setup(original: Any) -> Any:
             self.local_expert_indices,
             config=config,
             pg_collection=pg_collection,
-            session=_session(config, pg_collection.ep),
+            session=InferenceSession.shared(config, pg_collection.ep),
         )
 
     return setup_inference_mode
@@ -172,24 +157,16 @@ def _check_layer(config: Any, pg_collection: Any) -> None:
         UnsupportedError: names the option, its value and the remedy.
     """
     slices = pg_collection.expt_tp.size()
-    for option, value, is_refused, remedy in (
-        (
-            "params_dtype",
-            config.params_dtype,
-            config.params_dtype != DTYPE,
-            f"Megatron-Core's inference experts take only {DTYPE}: set it (--bf16)",
-        ),
-        (
-            "expert_tensor_parallel_size",
-            slices,
-            slices != 1,
-            "Megatron-Core's inference experts are whole: set 1",
-        ),
-    ):
-        if is_refused:
-            raise UnsupportedError(
-                f"{FIELD}={NAME!r} does not support {option}={value!r}: {remedy}"
-            )
+    if config.params_dtype != DTYPE:
+        raise UnsupportedError(
+            f"{FIELD}={NAME!r} does not support params_dtype={config.params_dtype!r}: "
+            f"Megatron-Core's inference experts take only {DTYPE}: set it (--bf16)"
+        )
+    if slices != 1:
+        raise UnsupportedError(
+            f"{FIELD}={NAME!r} does not support expert_tensor_parallel_size={slices!r}: "
+            "Megatron-Core's inference experts are whole: set 1"
+        )
 
 
 # --- the inference context -----------------------------------------------------------------------
@@ -214,7 +191,7 @@ def _change_context(original: Any) -> Any:
 
         # Without expert parallelism the context has no group, and layers have a single-rank group.
         group = self.expert_model_parallel_group or parallel_state.get_expert_model_parallel_group()
-        session = _session(model_config, group)
+        session = InferenceSession.shared(model_config, group)
         # With sequence parallelism a rank has only a part of the tokens.
         parts = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
         in_graphs = max(self.cuda_graph_token_counts or [0])
@@ -241,14 +218,3 @@ def _has_field() -> bool:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return FIELD in TransformerConfig.__dataclass_fields__
-
-
-def _session(config: Any, process_group: Any) -> InferenceSession:
-    """The session that all layers with this config share in a group.  Collective the first time."""
-    return InferenceSession.shared(
-        process_group,
-        config.num_moe_experts,
-        config.moe_latent_size or config.hidden_size,
-        config.moe_router_topk,
-        resolve_options(config) or EpConfig.resolve(),
-    )

@@ -13,8 +13,9 @@ from typing import Any
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig, add_option_arguments, given_options
 from megatron_ncclep.errors import UnsupportedError
+from megatron_ncclep.integration.inference.session import OPTIONS as INFERENCE_OPTIONS
 from megatron_ncclep.integration.inference.support import FIELD as INFERENCE_FIELD
-from megatron_ncclep.integration.inference.support import ignored_option, offer_inference_type
+from megatron_ncclep.integration.inference.support import offer_inference_type
 from megatron_ncclep.integration.options.field import NAME, TYPE_FIELD, is_ours, options_hidden
 from megatron_ncclep.integration.patching import replaces
 
@@ -54,16 +55,16 @@ def change_parse_args(original: Any) -> Any:
         options, kind = given_options(parsed), getattr(parsed, TYPE_FIELD, None)
         inference_kind = getattr(parsed, INFERENCE_FIELD, None)
         trains, generates = is_ours(kind), inference_kind == NAME
-        ignored = ignored_option(options, trains, generates)
-        if ignored is not None:
-            whose, given, field = "", kind, TYPE_FIELD
-            if ignored == "inference_tokens":
-                whose, given, field = "inference ", inference_kind, INFERENCE_FIELD
-            raise UnsupportedError(
-                f"--ncclep-{ignored.replace('_', '-')} was given, but the {whose}dispatcher is "
-                f"{given!r}, which would ignore it: leave it out, or add "
-                f"--{field.replace('_', '-')} {NAME}"
-            )
+        for name in options:
+            whose, given, field, is_used = "", kind, TYPE_FIELD, trains
+            if name == "inference_tokens":
+                whose, given, field, is_used = "inference ", inference_kind, INFERENCE_FIELD, False
+            if not is_used and not (generates and name in INFERENCE_OPTIONS):
+                raise UnsupportedError(
+                    f"--ncclep-{name.replace('_', '-')} was given, but the {whose}dispatcher is "
+                    f"{given!r}, which would ignore it: leave it out, or add "
+                    f"--{field.replace('_', '-')} {NAME}"
+                )
         if trains:
             EpConfig.resolve()  # a mistake in the environment, before anything is built
         if options or trains or generates:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, get_args
 
@@ -66,9 +66,8 @@ def names_variable(was_put_in_place: bool) -> Iterator[None]:
         ) from error
 
 
-def as_alltoall(config: Any) -> AbstractContextManager[None]:
-    """Let Megatron validate a config, or build a layer, as if it had the type `alltoall`."""
-    return validated_as(config, TYPE_FIELD, "alltoall")
+# Lets Megatron validate a config, or build a layer, as if it had the type `alltoall`.
+as_alltoall = functools.partial(validated_as, field=TYPE_FIELD, value="alltoall")
 
 
 @dataclasses.dataclass
@@ -151,8 +150,8 @@ def options_hidden(config_class: Any) -> Iterator[None]:
             config_class.__dataclass_fields__[NAME] = field
 
 
-def resolve_options(config: Any) -> EpConfig | None:
-    """Return a validated copy of the options that apply to `config`; None: the environment's.
+def resolve_options(config: Any) -> EpConfig:
+    """Return a validated copy of the options that apply to `config`, or else the environment's.
 
     If the config's own are a mapping, they become an EpConfig.
 
@@ -164,4 +163,4 @@ def resolve_options(config: Any) -> EpConfig | None:
         vars(config).pop(NAME, None)
     elif not isinstance(config.ncclep, EpConfig):
         config.ncclep = EpConfig.of(config.ncclep)
-    return None if config.ncclep is None else EpConfig.of(config.ncclep)
+    return EpConfig.resolve() if config.ncclep is None else EpConfig.of(config.ncclep)

@@ -88,24 +88,27 @@ class _Taken:
     """An iterator that remembers what it hands out.
 
     Attributes:
-        items: the micro-batches handed out so far.
+        items: copies of the micro-batches handed out so far: containers and objects of their own,
+            the same tensors.
     """
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self.items: list[Any] = []
-        self._seen = _Copier()
+        self._unknown: str | None = None  # the type of an object that could not be copied
+        # Of each tensor when it was copied: whoever changes one in place raises it.
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def __iter__(self) -> _Taken:
         return self
 
     def __next__(self) -> Any:
         item = next(self._source)
-        self.items.append(self._seen.copied(item))
+        self.items.append(self._copied(item, {}))
         return item
 
     def again(self) -> Any:
-        return map(_Copier().copied, self.items)
+        return (self._copied(item, {}) for item in self.items)
 
     def problem(self, num_microbatches: int) -> str | None:
         """See `Batches.problem`."""
@@ -117,13 +120,13 @@ class _Taken:
                 "them: let each forward step use the micro-batch that it takes; an iterator that "
                 "fetches ahead belongs around the loader, and into the schedule's data_iterator"
             )
-        if self._seen.unknown is not None:
+        if self._unknown is not None:
             return (
-                f"a micro-batch holds an object of type {self._seen.unknown}, and whether a step "
+                f"a micro-batch holds an object of type {self._unknown}, and whether a step "
                 "changes what is in it is unknown: hand out tensors, arrays, numbers and strings, "
                 "in dicts, lists, tuples, dataclasses or objects with attributes"
             )
-        if self._seen.have_changed():
+        if any(tensor._version != version for tensor, version in self._versions):
             return (
                 "a tensor of a micro-batch was changed in place after the data iterator had "
                 "handed it out (by the forward step, or by a loader that uses its buffers "
@@ -131,34 +134,21 @@ class _Taken:
             )
         return None
 
-
-class _Copier:
-    """Copies micro-batches: containers and objects of their own, the same tensors.
-
-    Attributes:
-        unknown: the type of an object that could not be copied; None if there was none.
-    """
-
-    def __init__(self) -> None:
-        self.unknown: str | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
-
-    def have_changed(self) -> bool:
-        """Whether a tensor has been changed in place since it was copied."""
-        return any(tensor._version != version for tensor, version in self._versions)
-
-    def copied(self, item: Any) -> Any:
-        """A copy of a micro-batch."""
-        return self._copied(item, {})
-
     def _copied(self, item: Any, done: dict[int, Any]) -> Any:
-        """`done`: the copies so far by the `id` of what they are copies of."""
+        """A copy of a micro-batch; `done`: the copies so far by the `id` of what they are of."""
         if isinstance(item, _FIXED):
             return item
         if id(item) in done:
             return done[id(item)]
         if isinstance(item, torch.Tensor):
-            return self._watched(item)
+            if item.is_inference():  # such a tensor has no version
+                with torch.inference_mode():
+                    return item.clone()
+            if item.layout is torch.strided and not item.untyped_storage().resizable():
+                # Somebody else's memory, such as an array's, whose changes are not seen.
+                return item.clone()
+            self._versions.append((item, item._version))
+            return item
         if type(item) in (set, frozenset) or type(item).__new__ is tuple.__new__:
             new = type(item)(self._copied(value, done) for value in item)
         elif isinstance(item, tuple) and hasattr(item, "_make"):
@@ -184,7 +174,7 @@ class _Copier:
         if is_array:
             return new
         if new is item or not (has_attributes or isinstance(item, dict | list)):
-            self.unknown = f"{type(item).__module__}.{type(item).__qualname__}"
+            self._unknown = f"{type(item).__module__}.{type(item).__qualname__}"
             return item
         done[id(item)] = new  # its attributes may lead back to it
         if isinstance(item, dict):
@@ -198,13 +188,3 @@ class _Copier:
             if hasattr(item, name):
                 object.__setattr__(new, name, self._copied(getattr(item, name), done))
         return new
-
-    def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_inference():  # such a tensor has no version
-            with torch.inference_mode():
-                return tensor.clone()
-        if tensor.layout is torch.strided and not tensor.untyped_storage().resizable():
-            # Somebody else's memory, such as an array's, whose changes are not seen.
-            return tensor.clone()
-        self._versions.append((tensor, tensor._version))
-        return tensor

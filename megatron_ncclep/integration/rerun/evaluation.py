@@ -19,10 +19,7 @@ class CheckedEvaluations(StepsOfModel):
     ) -> Any:
         """Run one step; its results.  Evaluations are collective over all ranks of the model.
 
-        Args:
-            first: runs the step, in CUDA graphs where the model has any.
-            again: not used.
-            arguments: keywords of `first`.
+        `first` runs the step with `arguments`, in CUDA graphs where the model has any.
 
         Raises:
             RowsDroppedError: on all ranks: rows were dropped in the evaluation, or before it and

@@ -32,11 +32,8 @@ class FollowedLimit:
     """The limit of one model's layers.  The same on all ranks, which learn the same loads.
 
     Example: after a start with 1250, a step has a load of 1600 and is run again.  Without a graph
-    the limit is 1840 from the next step on; with one, after the second such step.  When the largest
-    load of the last 100 steps is 1200, the limit is lowered to 1380.
-
-    Attributes:
-        factor: the limit.
+    the limit, `factor`, is 1840 from the next step on; with one, after the second such step.  When
+    the largest load of the last 100 steps is 1200, it is lowered to 1380.
     """
 
     def __init__(self) -> None:
@@ -87,20 +84,14 @@ def drop_iteration_graphs(warmup_steps: int) -> None:
             wrapper.cuda_graph[stage] = wrapper.result[stage] = None
             wrapper.curr_iteration[stage] = max(0, warmup_steps - 1)
     del graph
-    _leave_pool()
-    gc.collect()
-    torch.cuda.empty_cache()  # a new graph cannot use an old one's memory otherwise
-
-
-def _leave_pool() -> None:
-    """Let the next graph have a new memory pool, unless another graph still uses the shared one.
-
-    PyTorch takes no new graph into a pool that none uses any more but that still holds tensors.
-    """
+    # The next graph has a new memory pool, unless another graph still uses the shared one: PyTorch
+    # takes no new graph into a pool that none uses any more but that still holds tensors.
     module = sys.modules["megatron.core.full_cuda_graph"]
     optimizer = sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph")
     if optimizer is None or optimizer.OptimizerCudaGraphWrapper.cuda_graph is None:
         module._shared_graph_pool = None  # type: ignore[attr-defined]
+    gc.collect()
+    torch.cuda.empty_cache()  # a new graph cannot use an old one's memory otherwise
 
 
 def _wrapper() -> Any:

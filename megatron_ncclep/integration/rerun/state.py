@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,8 +121,7 @@ class Snapshot:
         made = [tensor for tensor, _ in model.made_by_steps()]
         self._made_before = {id(tensor) for tensor in made}  # the copies keep them alive
         self._copies = _copies([*model.tensors(), *made])
-        self._random = _RandomStates()
-        self._machine = _MachineState()
+        self._others = [_random_states(), _noted_by_machine()]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -133,14 +132,17 @@ class Snapshot:
             holder[name] = value
         for tensors, memories, values in self._copies:
             for tensor, memory in zip(tensors, memories, strict=True):
-                if not _can_hold(tensor, memory):
+                # Has the tensor's memory of now room for all bits of that of before?
+                widest = torch.promote_types(tensor.dtype, memory.dtype)
+                before = (memory.shape, memory.device, widest)
+                if (tensor.shape, tensor.device, tensor.dtype) != before:
                     tensor.data = memory
             torch._foreach_copy_(tensors, values)
         for tensor, value in self._model.made_by_steps():
             if id(tensor) not in self._made_before:
                 tensor.fill_(value)
-        self._random.restore()
-        self._machine.restore()
+        for restore in self._others:
+            restore()
 
 
 def _copies(
@@ -164,12 +166,6 @@ def _copies(
     return copies
 
 
-def _can_hold(tensor: torch.Tensor, earlier: torch.Tensor) -> bool:
-    """Whether the tensor's memory of today has room for all bits of that of an earlier day."""
-    widest = torch.promote_types(tensor.dtype, earlier.dtype)
-    return (tensor.shape, tensor.device, tensor.dtype) == (earlier.shape, earlier.device, widest)
-
-
 def _logged_tensors() -> list[torch.Tensor]:
     """What Megatron adds up for its log: auxiliary losses, and those of predictions."""
     found: list[Any] = []
@@ -185,56 +181,49 @@ def _logged_tensors() -> list[torch.Tensor]:
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-class _RandomStates:
-    """The random states of this process: Python's, numpy's, torch's and those of Megatron's
-    tracker.
+def _random_states() -> Callable[[], None]:
+    """What puts back the random states of this process: Python's, numpy's, torch's and those of
+    Megatron's tracker.
     """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    def __init__(self) -> None:
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    tracker, numpy = get_cuda_rng_tracker(), sys.modules.get("numpy")
+    # Generators that a CUDA graph knows stay the same objects.
+    states = {
+        name: (state, state.get_state() if isinstance(state, torch.Generator) else None)
+        for name, state in tracker.get_states().items()
+    }
+    on_cpu, of_python = torch.get_rng_state(), random.getstate()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    of_numpy = None if numpy is None else numpy.random.get_state()
 
-        self._tracker = get_cuda_rng_tracker()
-        # Generators that a CUDA graph knows stay the same objects.
-        self._states = {
-            name: (state, state.get_state() if isinstance(state, torch.Generator) else None)
-            for name, state in self._tracker.get_states().items()
-        }
-        self._on_cpu = torch.get_rng_state()
-        self._on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self._of_python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._of_numpy = None if numpy is None else numpy.random.get_state()
-
-    def restore(self) -> None:
-        for state, value in self._states.values():
+    def restore() -> None:
+        for state, value in states.values():
             if value is not None:
                 state.set_state(value)
-        self._tracker.set_states({name: state for name, (state, _) in self._states.items()})
-        torch.set_rng_state(self._on_cpu)
-        if self._on_gpu is not None:
-            torch.cuda.set_rng_state(self._on_gpu)
-        random.setstate(self._of_python)
-        if self._of_numpy is not None:
-            sys.modules["numpy"].random.set_state(self._of_numpy)
+        tracker.set_states({name: state for name, (state, _) in states.items()})
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+    return restore
 
 
-class _MachineState:
-    """What Megatron's machine for rerunning steps, which validates results, has noted so far."""
-
-    def __init__(self) -> None:
-        module = sys.modules.get(_RERUN_MODULE)
-        self._machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
-        self._noted: dict[str, Any] = {}
-        if self._machine is None:
-            return
-        self._noted = {
-            name: copy.copy(value) if isinstance(value, dict | list | set) else value
-            for name, value in vars(self._machine).items()
-        }
-        self._noted["error_injector"] = copy.copy(self._machine.error_injector)
-        if self._machine.get_mode().name == "REPORT_DETERMINISM_STATS":
-            self._noted["stats"] = copy.deepcopy(self._machine.stats)
-
-    def restore(self) -> None:
-        if self._machine is not None:
-            vars(self._machine).update(self._noted)
+def _noted_by_machine() -> Callable[[], None]:
+    """What puts back what Megatron's machine for rerunning steps, which validates results, has
+    noted so far.
+    """
+    machine = getattr(sys.modules.get(_RERUN_MODULE), "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is None:
+        return lambda: None
+    noted = {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        for name, value in vars(machine).items()
+    }
+    noted["error_injector"] = copy.copy(machine.error_injector)
+    if machine.get_mode().name == "REPORT_DETERMINISM_STATS":
+        noted["stats"] = copy.deepcopy(machine.stats)
+    return lambda: vars(machine).update(noted)

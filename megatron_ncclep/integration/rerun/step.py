@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ncclep.config import AUTO, DROP, RERUN, EpConfig
 from megatron_ncclep.engines.overflow import can_drop, needed_and_had
@@ -90,26 +90,12 @@ def _steps_of(arguments: dict[str, Any]) -> Reruns | CheckedEvaluations | None:
         return None
     steps: Any = vars(chunks[0]).get(_ATTRIBUTE)
     if steps is None:
-        options, steps = resolve_options(config) or EpConfig.resolve(), False
+        options, steps = resolve_options(config), False
         if options.on_overflow != DROP and can_drop(options):
             kind = Reruns if options.on_overflow == RERUN else CheckedEvaluations
             steps = kind(chunks, options, arguments.get("pg_collection"))
         setattr(chunks[0], _ATTRIBUTE, steps)
     return steps or None
-
-
-class _Seen(NamedTuple):
-    """What any rank of a model has seen in a step.
-
-    Attributes:
-        lacked: the largest word of a `OverflowReport`; 0 if all rows fit.
-        load: the largest load, in thousandths of a balanced one.
-        most_load: the largest one for which each rank may have room.
-    """
-
-    lacked: int
-    load: int
-    most_load: int
 
 
 class Reruns(StepsOfModel):
@@ -167,13 +153,13 @@ class Reruns(StepsOfModel):
         with self._state.attempted():
             results = first(**{**arguments, "data_iterator": batches.first()})
             number = arguments["num_microbatches"]
-            seen = self._seen_by_all(batches.problem(_readers(self._chunks), number))
+            lacked, *loads = self._seen_by_all(batches.problem(_readers(self._chunks), number))
         self.num_steps += 1
-        if not seen.lacked:
-            self._follow(seen, is_rerun=False)
+        if not lacked:
+            self._follow(False, *loads)
             return results
         self.num_reruns += 1
-        self._log(seen.lacked)
+        self._log(lacked)
         del results
         if not arguments.get("forward_only"):
             self._zero_gradients()
@@ -181,11 +167,16 @@ class Reruns(StepsOfModel):
         with without_graphs(self._chunks):
             results = again(**{**arguments, "data_iterator": batches.again()})
         if self.limit is not None:  # what came after a dropped row was wrong, and so were its loads
-            self._follow(self._seen_by_all(None), is_rerun=True)
+            self._follow(True, *self._seen_by_all(None)[1:])
         return results
 
-    def _seen_by_all(self, problem: str | None) -> _Seen:
-        """What any rank has seen in a step.  Collective over the model's ranks."""
+    def _seen_by_all(self, problem: str | None) -> tuple[int, int, int]:
+        """What any rank has seen in a step.  Collective over the model's ranks.
+
+        Returns:
+            the largest word of an `OverflowReport`, 0 if all rows fit; the largest load, and the
+            largest one for which each rank may have room, in thousandths of a balanced one.
+        """
         lacked: Any = self._ranks.largest_word(self._state.overflow_reports())
         load, most_load = self._state.take_loads() or (0, MOST_LOAD)
         lacked, load, most_load = self._ranks.largest(
@@ -198,14 +189,14 @@ class Reruns(StepsOfModel):
                 f"{problem or 'another rank cannot (its output has the reason)'}; or set "
                 "max_recv_rows='worst', with which no step has to be run again"
             )
-        return _Seen(lacked, load, -most_load)
+        return lacked, load, -most_load
 
-    def _follow(self, seen: _Seen, is_rerun: bool) -> None:
+    def _follow(self, is_rerun: bool, load: int, most_load: int) -> None:
         """Let the limit follow the load, if it does.  Collective when it changes."""
         if self.limit is None:
             return
         holds_graph = holds_iteration_graph()
-        text = self.limit.after_step(seen.load, is_rerun, seen.most_load, holds_graph)
+        text = self.limit.after_step(load, is_rerun, most_load, holds_graph)
         if text is None:
             return
         if self._ranks.is_first:
@@ -252,7 +243,9 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
     Raises:
         UnsupportedError: names the reason and the remedy.
     """
-    problem = None
+    from megatron.core.distributed import DistributedDataParallel
+
+    problem, trains = None, not arguments.get("forward_only")
     ddp_config = getattr(chunks[0], "ddp_config", None)
     if type(arguments.get("pg_collection")).__name__ == "MultiModuleProcessGroupCollection":
         problem = "modules with process groups of their own (MultiModuleProcessGroupCollection)"
@@ -260,12 +253,12 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
         problem = (
             "reuse_grad_buf_for_mxfp8_param_ag=True, with which zeroing gradients clears weights"
         )
-    elif not (arguments.get("forward_only") or _has_megatrons_ddp(chunks)):
+    elif trains and not all(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
         problem = (
             f"a model in {type(chunks[0]).__name__}: only Megatron's DistributedDataParallel was "
             "tested"
         )
-    elif not arguments.get("forward_only") and any(vars(c).get(_HAS_GRADIENTS) for c in chunks):
+    elif trains and any(vars(chunk).get(_HAS_GRADIENTS) for chunk in chunks):
         problem = (
             "gradients of several calls of the schedule that add up: earlier ones would be cleared "
             "with those of a step that is run again; call zero_grad_buffer() before each call, and "
@@ -276,12 +269,6 @@ def _check(chunks: list[Any], arguments: dict[str, Any]) -> None:
             f"on_overflow={RERUN!r} does not support {problem}; leave max_recv_rows and "
             "on_overflow out, or set max_recv_rows='worst'"
         )
-
-
-def _has_megatrons_ddp(chunks: list[Any]) -> bool:
-    from megatron.core.distributed import DistributedDataParallel
-
-    return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
 
 
 def _readers(chunks: list[Any]) -> list[bool]:
