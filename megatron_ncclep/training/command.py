@@ -90,6 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-every", type=int, default=10, help="steps between printed lines (default: 10)"
     )
+    # For the ranks that this command starts.
+    parser.add_argument("--is-prepared", action="store_true", help=argparse.SUPPRESS)
     add_option_arguments(parser)
 
 
@@ -154,7 +156,7 @@ def _start_ranks(job: Job, argv: list[str], reports: Path, lock: int) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(job.ranks), "--log-dir", str(reports)]
-    command += ["-m", "megatron_ncclep", *argv]
+    command += ["-m", "megatron_ncclep", *argv, "--is-prepared"]
     print(f"starting {job.ranks} ranks, which takes a few seconds", flush=True)
     # torchrun and its ranks start with Ctrl-C blocked; only this process acts on it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -28,13 +28,14 @@ from megatron_ncclep.training.model import TrainedModel, seed_everything, transf
 def run(job: Job) -> None:
     """Train with each of the job's dispatchers and write the results.  Collective.
 
-    `job` is the same on every rank; rank 0 prepares it, which is quick if it was prepared before.
+    `job` is the same on every rank; rank 0 prepares it, unless that was done.
     """
     interruption = Interruption()
     with remarks_hidden():
         device = _start(job)
         try:
-            with job.prepared() if dist.get_rank() == 0 else contextlib.nullcontext():
+            prepares = dist.get_rank() == 0 and not job.is_prepared
+            with job.prepared() if prepares else contextlib.nullcontext():
                 dist.barrier()
                 done = all(
                     Training(job, name, device, interruption).run() for name in job.dispatchers()
