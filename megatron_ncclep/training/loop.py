@@ -19,7 +19,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import topology
-from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.job import Job
 from megatron_ncclep.training.model import TrainedModel, seed_everything, transformer_config
@@ -47,7 +46,7 @@ def run(job: Job) -> None:
             # and waits for that one.
             barrier = dist.barrier(async_op=True)
             barrier.wait()
-            _close_expert_group()
+            megatron_ncclep.close()  # while all ranks are still running
         finally:
             dist.destroy_process_group()
 
@@ -72,13 +71,6 @@ class Interruption:
         came = torch.tensor([float(self.came)], device=device)
         dist.all_reduce(came)
         return came.item() > 0
-
-
-def _close_expert_group() -> None:
-    """Release the engines while all ranks are still running.  Collective."""
-    from megatron.core import parallel_state
-
-    EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
 
 
 def _start(job: Job) -> torch.device:
