@@ -21,22 +21,22 @@ class Driver:
     """What the driver says of the machine, regardless of CUDA_VISIBLE_DEVICES.
 
     Attributes:
-        release: of its kernel module.
+        release: of its kernel module; None: not known, as under WSL.
         cuda: the newest CUDA that it supports, (major, minor); None: its library does not answer.
-        num_gpus: GPUs of this machine.
+        num_gpus: GPUs of this machine that its kernel module lists.
     """
 
-    release: str
+    release: str | None
     cuda: tuple[int, int] | None
     num_gpus: int
 
 
 def find_driver() -> Driver | None:
     """The driver of this machine; None if it has none."""
-    release = driver_release()
-    if release is None:
+    release, cuda = driver_release(), extension.driver_version()
+    if release is None and cuda is None:
         return None
-    return Driver(release, extension.driver_version(), len(list(GPUS.glob("*"))))
+    return Driver(release, cuda, len(list(GPUS.glob("*"))))
 
 
 def torch_and_gpus() -> Iterator[Finding]:
@@ -49,8 +49,9 @@ def torch_and_gpus() -> Iterator[Finding]:
         yield Finding("driver", "none")
     else:
         serves = ".".join(map(str, driver.cuda)) if driver.cuda else "an unknown version"
-        text = f"{driver.release}, supports CUDA up to {serves}"
-        yield Finding("driver", f"{text}; {driver.num_gpus} GPUs in this machine")
+        seen = f"; {driver.num_gpus} GPUs in this machine" if driver.num_gpus else ""
+        release = driver.release or "release unknown"
+        yield Finding("driver", f"{release}, supports CUDA up to {serves}{seen}")
     if not torch.cuda.is_available():
         yield Finding(
             "GPUs",

@@ -94,9 +94,11 @@ def test_a_machine_without_gpus_is_no_problem(
     assert "the driver sees 3" in str(section("torch and GPUs")["GPUs"].problem)
     monkeypatch.setattr(gpus, "GPUS", driver / "none")
     found = section("torch and GPUs")
-    assert found["driver"].value.endswith("0 GPUs in this machine")
+    assert found["driver"].value == "580.65.06, supports CUDA up to 13.1"
     assert found["GPUs"].problem is None
     monkeypatch.setattr(machine, "DRIVER", driver / "none")
+    assert section("torch and GPUs")["driver"].value.startswith("release unknown, supports CUDA")
+    monkeypatch.setattr(native.native_extension, "driver_version", lambda: None)
     assert section("torch and GPUs")["driver"] == Finding("driver", "none")
 
 
