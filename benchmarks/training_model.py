@@ -84,7 +84,7 @@ def load_text(
     dataset, _ = data.build_datasets(folder, settings, num_steps, 1, settings["seed"])
     device = torch.device(ranks.setting.device)
     steps = [data.batches(dataset, settings, n, *where, device) for n in range(num_steps)]
-    padded = -(-(vocab_size or corpus.VOCAB_SIZE) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    padded = -(-(vocab_size or found.vocab_size) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return Text(found.source, padded, steps)
 
 

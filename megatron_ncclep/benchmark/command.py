@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from itertools import chain
@@ -143,13 +144,20 @@ def make_job(args: argparse.Namespace, kind: type[Job], world_size: int | None) 
 
 def _measure_in_ranks(job: Job) -> Iterator[Measured]:
     """Start the ranks and measure everything; if ranks die, only their shape is lost."""
-    print(f"{sum(map(len, job.batches()))} shapes: {', '.join(job.subjects)}", flush=True)
+    total = sum(map(len, job.batches()))
+    names, start = ", ".join(job.subjects), time.monotonic()
+    print(f"{total} shapes (the first shows how long they take): {names}", flush=True)
+    number = 0
     for batch in job.batches():
         left = batch
         while left:  # with new processes
             for found in _measure_batch(job, left):
                 yield found
-                left = left[1:]
+                number, left = number + 1, left[1:]
+                if number < total:
+                    minutes = (time.monotonic() - start) / 60 * (total / number - 1)
+                    to_go = f"about {minutes:.0f} minutes" if minutes > 1 else "a minute at most"
+                    print(f"{number} of {total}: {to_go} to go", flush=True)
 
 
 def _measure_batch(job: Job, batch: list[Any]) -> Iterator[Measured]:

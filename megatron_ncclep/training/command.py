@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="seed of weights and data order (the file's seed)")
     add("--dispatcher", choices=DISPATCHERS, default="ncclep", help="default: ncclep")
     add("--compare", choices=DISPATCHERS, help="also train with this dispatcher, and plot both")
-    add("--text", metavar="PATH", help="text files or folders", **several)
+    text_help = "text files or folders, or the prefix of a Megatron .bin/.idx pair"
+    add("--text", metavar="PATH", help=text_help, **several)
     add("--out", default="runs/train", help="folder for the results (default: runs/train)")
     add("--resume", action="store_true", help="resume from the checkpoint in --out")
     add("--overwrite", action="store_true", help="replace the run in --out")

@@ -2,7 +2,8 @@
 
 Text becomes bytes: token i is byte i, and 256 ends a file.  Pieces of at most 16 KiB are Megatron's
 "documents"; every 20th is written after all others, so training and validation text come from the
-same files.  The last 5 % of the documents are the validation set.
+same files.  A corpus that is already in Megatron's .bin/.idx form is used unchanged, whatever its
+tokens.  The last 5 % of the documents are the validation set.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # numpy is in the extra `[train]`, and the command starts wit
     import numpy as np
 
 END_OF_FILE = 256  # the token after the last byte of a file
-VOCAB_SIZE = END_OF_FILE + 1
 PIECE_BYTES = 16 * 1024
 VALIDATION_EVERY = 20  # one piece of this many
 TRAIN_SHARE = 0.95  # of the documents
@@ -46,6 +46,8 @@ class Corpus:
         prefix: path prefix of a .bin/.idx pair, which `SPLIT` divides into the two parts.
         source: text on what it was made from.
         fingerprint: changes when the source's files do.
+        vocab_size: the number of possible tokens, including the one that ends a file.
+        end_token: the token that ends a file.
         num_train_tokens, num_valid_tokens: tokens of the two parts.
         unigram_entropy: nats per token of the training part's token frequencies, that is, the loss
             of a model that knows only these.
@@ -54,6 +56,8 @@ class Corpus:
     prefix: str
     source: str
     fingerprint: str
+    vocab_size: int
+    end_token: int
     num_train_tokens: int
     num_valid_tokens: int
     unigram_entropy: float
@@ -110,7 +114,9 @@ def text_files(paths: Sequence[str]) -> list[Path]:
                 f"--text {name}: it is a device or a pipe: write its text to a file, and give that"
             )
         else:
-            raise InputError(f"--text {name}: no such file or folder")
+            raise InputError(
+                f"--text {name}: no such file or folder, and no {name}.bin with {name}.idx either"
+            )
     return files
 
 
@@ -120,22 +126,37 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
     Not collective: one process calls it while no other reads `folder`.
 
     Args:
-        texts: files and folders; empty: the standard library.
+        texts: files and folders, or one prefix of a .bin/.idx pair; empty: the standard library.
         folder: for the corpus and Megatron's sample indices; made if missing.
 
     Raises:
-        InputError: a path is missing, or there is no text.
+        InputError: a path is missing, there is no text, or an indexed corpus cannot be read.
     """
-    prefix = str(folder / "text")
-    files = text_files(texts) if texts else standard_library()
-    source = " ".join(texts) if texts else "the Python standard library's source"
+    prefixes = [text for text in texts if _is_indexed(text)]
+    if prefixes and len(texts) > 1:
+        raise InputError(f"--text {prefixes[0]}: an indexed corpus must be the only --text")
+    if prefixes:
+        prefix = source = prefixes[0]
+        files = [Path(prefix + suffix) for suffix in (".bin", ".idx")]
+    else:
+        prefix = str(folder / "text")
+        files = text_files(texts) if texts else standard_library()
+        source = " ".join(texts) if texts else "the Python standard library's source"
     fingerprint = _fingerprint(files)
     # The record may be missing, or a run may have died while writing it.
     with suppress(FileNotFoundError, ValueError, TypeError):
         if (known := load(folder)).fingerprint == fingerprint:
             return known
     folder.mkdir(parents=True, exist_ok=True)
-    facts = _write(files, source, prefix)
+    if not prefixes:
+        _write(files, source, prefix)
+    try:
+        facts = _describe(prefix, None if prefixes else END_OF_FILE)
+    except Exception as error:  # any error of its reader
+        raise InputError(
+            f"--text {source}: {prefix}.bin and .idx are not an indexed corpus of Megatron: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     corpus = Corpus(prefix=prefix, source=source, fingerprint=fingerprint, **facts)
     record = json.dumps(dataclasses.asdict(corpus), indent=2) + "\n"
     (folder / RECORD).write_text(record, encoding="utf-8")
@@ -145,6 +166,10 @@ def prepare(texts: Sequence[str], folder: Path) -> Corpus:
 def load(folder: Path) -> Corpus:
     """Read the result of `prepare` from `folder`."""
     return Corpus(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
+
+
+def _is_indexed(text: str) -> bool:
+    return Path(text + ".bin").is_file() and Path(text + ".idx").is_file()
 
 
 def _fingerprint(files: Sequence[Path]) -> str:
@@ -167,39 +192,61 @@ def _pieces(files: Sequence[Path], piece_bytes: int) -> Iterator[np.ndarray]:
             yield data[begin : begin + piece_bytes]
 
 
-def _write(files: Sequence[Path], source: str, prefix: str) -> dict[str, Any]:
-    """Write the files as an indexed corpus, the validation pieces last.
-
-    Returns:
-        The fields of `Corpus` that follow from the text.
-    """
+def _write(files: Sequence[Path], source: str, prefix: str) -> None:
+    """Write the files as an indexed corpus, the validation pieces last."""
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    sizes = [size for path in files if (size := path.stat().st_size)]
-    if not sizes:
+    num_bytes = sum(path.stat().st_size for path in files)
+    if num_bytes == 0:
         raise InputError(f"--text {source}: there is no text ({len(files)} files, all empty)")
     # A short text is cut into smaller pieces, so that it has a validation part too.
-    piece_bytes = min(PIECE_BYTES, -(-sum(sizes) // VALIDATION_EVERY))
-    num_pieces = sum(-(-(size + 1) // piece_bytes) for size in sizes)
-    num_train = round(TRAIN_SHARE * num_pieces)  # as BlendedMegatronDatasetBuilder rounds
+    piece_bytes = min(PIECE_BYTES, -(-num_bytes // VALIDATION_EVERY))
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
-    written, num_tokens = 0, [0, 0]
-    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
     for is_validation in (False, True):
         for index, piece in enumerate(_pieces(files, piece_bytes), start=1):
             if (index % VALIDATION_EVERY == 0) == is_validation:
                 builder.add_item(torch.from_numpy(piece))
                 builder.end_document()
-                if written < num_train:
-                    counts += np.bincount(piece, minlength=VOCAB_SIZE)
-                num_tokens[written >= num_train] += len(piece)
-                written += 1
     builder.finalize(prefix + ".idx")
-    shares = counts[counts > 0] / counts.sum()
+
+
+def _describe(prefix: str, end_token: int | None) -> dict[str, Any]:
+    """Count the tokens of a corpus: the fields of `Corpus` that follow from them.
+
+    Args:
+        prefix: prefix of the corpus.
+        end_token: the largest possible token; None: one more than the largest in the corpus.
+    """
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(prefix, multimodal=False, mmap=True)
+    first_valid = round(TRAIN_SHARE * len(dataset))  # as BlendedMegatronDatasetBuilder rounds
+    lengths = dataset.sequence_lengths
+    counts = np.zeros(1, dtype=np.int64)
+    largest = 0
+    for document in range(len(dataset)):
+        tokens = dataset[document]
+        largest = max(largest, int(tokens.max(initial=0)))
+        if document < first_valid:
+            here = np.bincount(tokens, minlength=counts.size)
+            here[: counts.size] += counts
+            counts = here
+    end_token = largest + 1 if end_token is None else end_token
     return {
-        "num_train_tokens": num_tokens[0],
-        "num_valid_tokens": num_tokens[1],
-        "unigram_entropy": float(-(shares * np.log(shares)).sum()),
+        "vocab_size": end_token + 1,
+        "end_token": end_token,
+        "num_train_tokens": int(lengths[:first_valid].sum()),
+        "num_valid_tokens": int(lengths[first_valid:].sum()),
+        "unigram_entropy": entropy(counts),
     }
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution proportional to `counts` [num_values]."""
+    import numpy as np
+
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

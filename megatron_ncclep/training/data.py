@@ -25,8 +25,8 @@ class CorpusTokenizer:
     """
 
     def __init__(self, prepared: corpus.Corpus) -> None:
-        self.vocab_size = corpus.VOCAB_SIZE
-        self.eod = self.eos = corpus.END_OF_FILE
+        self.vocab_size = prepared.vocab_size
+        self.eod = self.eos = prepared.end_token
         self.pad = -1
         self.unique_identifiers = OrderedDict(
             {"class": type(self).__name__, "fingerprint": prepared.fingerprint}

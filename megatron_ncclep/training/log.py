@@ -9,7 +9,9 @@
 {"type": "validation", "step": 100, "valid_loss": ...}
                             after every `eval-interval` steps
 {"type": "end", "valid_loss": ...}
-                            after the last step
+                            after the last step; "dropped_share" if static mode dropped
+                            assignments: their share in training steps since the start or the
+                            last resumption
 """
 
 from __future__ import annotations

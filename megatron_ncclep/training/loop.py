@@ -112,7 +112,8 @@ class Training:
             megatron_ncclep.install()
         self._seed(0)
         config = transformer_config(settings, dispatcher, job.expert_parallel, self.options)
-        self.model = TrainedModel(settings, config, corpus.VOCAB_SIZE, device)
+        self.model = TrainedModel(settings, config, self.corpus.vocab_size, device)
+        self._dropped_in_evaluations = 0  # on this rank
         self.scheduler = self.model.scheduler()
         self.train_data, self.valid_data = data.build_datasets(
             job.data_folder,
@@ -167,8 +168,33 @@ class Training:
                     print(f"stopped and saved after step {step}: --resume continues from there")
                 return False
         if stop == last:
-            self._write("end", valid_loss=self._validate())
+            dropped = self._dropped(last - done)
+            self._write("end", valid_loss=self._validate(), **dropped)
         return True
+
+    def _layers(self) -> list[Any]:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        return [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
+
+    def _dropped(self, steps: int) -> dict[str, float]:
+        """For the log: the share of dropped assignments in this many steps, if there are any.
+
+        Evaluations do not count.
+        """
+        if not steps:
+            return {}
+        mine = float(self._num_dropped() - self._dropped_in_evaluations)
+        total = torch.tensor(mine, device=self.device)
+        dist.all_reduce(total)
+        tokens = steps * self.settings["global-batch-size"] * self.settings["seq-length"]
+        assignments = tokens * len(self._layers()) * self.model.gpt.config.moe_router_topk
+        return {"dropped_share": total.item() / assignments} if total.item() else {}
+
+    def _num_dropped(self) -> int:
+        """Assignments dropped so far on this rank, in evaluations too; waits for the device."""
+        counts = [getattr(layer.token_dispatcher, "num_dropped", None) for layer in self._layers()]
+        return sum(int(count) for count in counts if count is not None)
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.rank == 0:
@@ -183,10 +209,8 @@ class Training:
 
     def _effective_settings(self) -> dict[str, Any]:
         import megatron.core
-        from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        layers = [layer for layer in self.model.gpt.modules() if isinstance(layer, MoELayer)]
-        dispatchers = [layer.token_dispatcher for layer in layers]
+        dispatchers = [layer.token_dispatcher for layer in self._layers()]
         return {
             "dispatcher": self.dispatcher,
             "dispatcher_classes": sorted({type(each).__name__ for each in dispatchers}),
@@ -232,9 +256,11 @@ class Training:
 
     def _validate(self) -> float:
         """Mean loss over `eval-iters` batches of the validation part."""
-        count = self.settings["eval-iters"]
+        count, before = self.settings["eval-iters"], self._num_dropped()
         every = (self._batches(self.valid_data, index) for index in range(count))
-        return sum(self._mean(self.model.validate(batches)) for batches in every) / count
+        loss = sum(self._mean(self.model.validate(batches)) for batches in every) / count
+        self._dropped_in_evaluations += self._num_dropped() - before
+        return loss
 
     def _batches(self, dataset: Any, step: int) -> list[data.Batch]:
         return data.batches(dataset, self.settings, step, self.rank, self.num_ranks, self.device)

@@ -76,6 +76,10 @@ def _print_summary(
     columns = [_summary(job.log_path(name), steps, prepared) for name, steps in curves.items()]
     for row in zip(labels, *columns, strict=True):
         table.add_row(*row)
+    ends = [log.read(job.log_path(name), "end") for name in curves]
+    shares = [end[-1].get("dropped_share", 0.0) if end else 0.0 for end in ends]
+    if any(shares):
+        table.add_row("assignments dropped", *(f"{100 * share:.2g} %" for share in shares))
     if job.compare is not None:
         apart = differences(*curves.values())
         step = max(apart, key=lambda step: abs(apart[step]))

@@ -70,6 +70,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron_ncclep.training.command._start_ranks", lambda *_: 0)
     monkeypatch.setattr("megatron_ncclep.training.corpus._write", write)
+    monkeypatch.setattr("megatron_ncclep.training.corpus._describe", describe)
     monkeypatch.setattr("megatron_ncclep.benchmark.command._measure_in_ranks", lambda job: [])
     monkeypatch.setattr("megatron_ncclep.doctor.examine", lambda title, ranks: [])
     monkeypatch.setattr("megatron_ncclep.cli.run._move_to_cpu", lambda: None)
@@ -82,10 +83,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
-def write(files: list[Path], source: str, prefix: str) -> dict[str, float]:
+def write(files: list[Path], source: str, prefix: str) -> None:
     """Stands in for writing a corpus, which takes Megatron; the files are read."""
-    size = Path(f"{prefix}.bin").write_bytes(b"".join(path.read_bytes() for path in files))
-    return {"num_train_tokens": size, "num_valid_tokens": size, "unigram_entropy": 1.0}
+    Path(f"{prefix}.bin").write_bytes(b"".join(path.read_bytes() for path in files))
+
+
+def describe(prefix: str, end_token: int | None) -> dict[str, float]:
+    size = Path(f"{prefix}.bin").stat().st_size
+    return {"vocab_size": 257, "end_token": 256, "num_train_tokens": size,
+            "num_valid_tokens": size, "unigram_entropy": 1.0}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from small_job import MODEL, TIMEOUT_S, Finished, Trainer, command, entries, environment, losses
@@ -95,6 +96,51 @@ def test_output_has_progress_and_summary(finished: Finished):
     assert "engine reference: the readable engine for CPUs" in finished.output
     assert f"{losses(finished.out)[-1]:.4f}" in finished.output
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_share_that_was_dropped_is_told(
+    arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path
+):
+    """There is room for half of a balanced load; a warning alone does not say how much is lost.
+
+    What evaluations dropped was counted as the training's: one that evaluated often told of more
+    than was there.
+    """
+    shares = []
+    for name, more in (("rarely", ()), ("often", ("--set", "eval-interval=1"))):
+        out = tmp_path / name
+        output = trainer.train(
+            *(*arguments, "--out", out, "--steps", 2, "--ncclep-max-recv-rows", 128, *more)
+        )
+        assert "assignments dropped" in output
+        shares.append(entries(out, "end")[0]["dropped_share"])
+    assert 0.4 < shares[0] < 0.7
+    assert shares[0] == shares[1]
+
+
+def test_indexed_prefix(arguments: tuple[str, ...], trainer: Trainer, tmp_path: Path):
+    """A .bin/.idx pair with tokens above 256."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32)
+    generator = np.random.default_rng(0)
+    for _ in range(40):
+        builder.add_item(torch.from_numpy(generator.integers(0, 500, 100)))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    out = tmp_path / "out"
+    trainer.train(
+        *("--model", arguments[1], "--text", tmp_path / "corpus", "--out", out, "--steps", 2),
+        *("--dispatcher", "allgather", "--set", "global-batch-size=4"),
+    )
+    (settings,) = entries(out, "settings")
+    assert settings["ranks"] == 2
+    assert settings["dispatcher_classes"] == ["MoEAllGatherTokenDispatcher"]
+    assert settings["vocab_size"] == 501, "one more than occurs, for the end of a document"
+    assert settings["num_train_tokens"] == 38 * 100
+    assert settings["unigram_entropy"] == pytest.approx(math.log(500), abs=0.1)
+    assert losses(out)[0] == pytest.approx(math.log(501), abs=0.1)
 
 
 def test_the_last_line_says_what_a_killed_rank_did(arguments: tuple[str, ...], tmp_path: Path):
