@@ -1,57 +1,71 @@
-"""torch, the driver and the GPUs, and which GPUs read each other's memory."""
+"""torch, the driver and the GPUs, and how the GPUs reach each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import torch
-
-from megatron_ncclep.doctor.machine import driver_release
 from megatron_ncclep.doctor.report import Finding, ranges
-from megatron_ncclep.libraries import extension
-from megatron_ncclep.libraries.tested import untested_torch
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each
+try:
+    import pynvml
+except ImportError:  # installed without dependencies
+    pynvml = None
+
+# Deadline in seconds for the driver; with many GPUs and no persistence daemon it needs several.
+DEADLINE_S = 60.0
+
+RESTART_DRIVER = (
+    "the driver's kernel module and its libraries have to be of the same version and loaded: "
+    "install the driver again, or restart the machine"
+)
+# nvmlDeviceGetTopologyCommonAncestor -> as `nvidia-smi topo -m` writes it.
+PCIE = {0: "PSB", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver says of the machine, regardless of CUDA_VISIBLE_DEVICES.
+    """The driver's information about the machine, regardless of CUDA_VISIBLE_DEVICES.
 
     Attributes:
-        release: of its kernel module; None: not known, as under WSL.
-        cuda: the newest CUDA that it supports, (major, minor); None: its library does not answer.
-        num_gpus: GPUs of this machine that its kernel module lists.
+        version: version of the driver.
+        cuda_version: the newest CUDA that it supports, (major, minor).
+        gpus: UUIDs of all GPUs.
+        links: (from, to) -> the kind of connection, such as NV18, PIX or SYS.
     """
 
-    release: str | None
-    cuda: tuple[int, int] | None
-    num_gpus: int
+    version: str
+    cuda_version: tuple[int, int]
+    gpus: tuple[str, ...]
+    links: Mapping[tuple[int, int], str]
 
 
-def find_driver() -> Driver | None:
-    """The driver of this machine; None if it has none."""
-    release, cuda = driver_release(), extension.driver_version()
-    if release is None and cuda is None:
-        return None
-    return Driver(release, cuda, len(list(GPUS.glob("*"))))
+class DriverError(Exception):
+    """The driver failed or did not answer; the message says so and what may help."""
 
 
 def torch_and_gpus() -> Iterator[Finding]:
     """Torch's version, the driver's, and a line for each GPU that torch sees."""
+    import torch
+
+    from megatron_ncclep.libraries.tested import untested_torch
+
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
-    versions = [f"{torch.__version__}, {cuda}", untested_torch()]
-    yield Finding("torch", "; ".join(filter(None, versions)))
-    driver = find_driver()
-    if driver is None:
-        yield Finding("driver", "none")
+    yield Finding(
+        "torch", "; ".join(filter(None, [f"{torch.__version__}, {cuda}", untested_torch()]))
+    )
+    driver = None
+    if pynvml is None:
+        yield Finding("driver", "not known: nvidia-ml-py is not installed")
     else:
-        serves = ".".join(map(str, driver.cuda)) if driver.cuda else "an unknown version"
-        seen = f"; {driver.num_gpus} GPUs in this machine" if driver.num_gpus else ""
-        release = driver.release or "release unknown"
-        yield Finding("driver", f"{release}, supports CUDA up to {serves}{seen}")
+        try:
+            driver = ask_driver()
+        except DriverError as error:
+            yield Finding("driver", "does not answer", str(error))
+        else:
+            yield _finding(driver)
     if not torch.cuda.is_available():
         yield Finding(
             "GPUs",
@@ -61,13 +75,31 @@ def torch_and_gpus() -> Iterator[Finding]:
         return
     num_gpus = torch.cuda.device_count()
     yield Finding("GPUs", str(num_gpus))
-    for index in range(num_gpus):
-        device = torch.cuda.get_device_properties(index)
+    known = driver.gpus if driver else ()
+    properties = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
+    uuids = [_uuid(device.uuid) for device in properties]
+    places = [known.index(uuid) if uuid in known else -1 for uuid in uuids]
+    for index, device in enumerate(properties):
+        others = {
+            other: (
+                driver.links.get((places[index], places[other])) if driver else None,
+                torch.cuda.can_device_access_peer(index, other),
+            )
+            for other in range(num_gpus)
+            if other != index
+        }
         yield Finding(
             f"GPU {index}",
             f"{device.name}, sm_{device.major}{device.minor}, {device.multi_processor_count} SMs, "
-            f"{device.total_memory / 2**30:.0f} GiB; {peers(index, num_gpus)}",
+            f"{device.total_memory / 2**30:.0f} GiB; {peers(others)}",
         )
+
+
+def _finding(driver: Driver | None) -> Finding:
+    if driver is None:
+        return Finding("driver", "none")
+    serves = f"{driver.version}, supports CUDA up to {_dotted(driver.cuda_version)}"
+    return Finding("driver", f"{serves}; {len(driver.gpus)} GPUs in this machine")
 
 
 def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
@@ -77,21 +109,16 @@ def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
         driver: the driver's information.
         torch_cuda: the CUDA version that torch is built for; None for the CPU.
     """
-    if not driver.num_gpus:
+    if not driver.gpus:
         return None
-    seen = f"the driver sees {driver.num_gpus}, torch sees none: "
+    seen = f"the driver sees {len(driver.gpus)}, torch sees none: "
     if torch_cuda is None:
         return f"{seen}install a torch that is built for CUDA"
-    if driver.cuda is None:
-        return (
-            f"{seen}the driver's libcuda.so.1 is not there or fails: its kernel module and its "
-            "libraries have to be of the same version: install it again, or restart the machine"
-        )
-    if driver.cuda[0] < int(torch_cuda.partition(".")[0]):
+    if driver.cuda_version[0] < int(torch_cuda.partition(".")[0]):
         return (
             f"{seen}torch is built for CUDA {torch_cuda} and the driver supports CUDA up to "
-            f"{'.'.join(map(str, driver.cuda))}: update the driver, or install a torch that is "
-            f"built for CUDA {driver.cuda[0]}"
+            f"{_dotted(driver.cuda_version)}: update the driver, or install a torch that is built "
+            f"for CUDA {driver.cuda_version[0]}"
         )
     return (
         f"{seen}unset CUDA_VISIBLE_DEVICES if it hides them, and look at the warning of "
@@ -99,15 +126,100 @@ def why_not_visible(driver: Driver, torch_cuda: str | None) -> str | None:
     )
 
 
-def peers(index: int, num_gpus: int) -> str:
-    """Say which of the other GPUs a GPU reads directly."""
-    others = {
-        other: torch.cuda.can_device_access_peer(index, other)
-        for other in range(num_gpus)
-        if other != index
-    }
+def peers(others: Mapping[int, tuple[str | None, bool]]) -> str:
+    """Say how a GPU reaches the others.
+
+    Args:
+        others: GPU -> (kind of connection if known, whether this one can access its memory).
+    """
+    if not others:
+        return "the only one"
+    groups: dict[tuple[str | None, bool], list[int]] = {}
+    for other, reach in others.items():
+        groups.setdefault(reach, []).append(other)
     texts = []
-    for word, direct in (("reads", True), ("cannot read", False)):
-        if numbers := [other for other, is_direct in others.items() if is_direct == direct]:
-            texts.append(f"{word} GPU {ranges(numbers)}")
-    return ", ".join(texts) or "the only one"
+    for (link, direct), numbers in groups.items():
+        text = f"{'reads' if direct else 'cannot read'} GPU {ranges(numbers)}"
+        texts.append(f"{text} ({link})" if link else text)
+    return ", ".join(texts)
+
+
+# --- the driver ----------------------------------------------------------------------------------
+
+
+def ask_driver() -> Driver | None:
+    """Ask through NVML; None: there is no driver.
+
+    Raises:
+        DriverError: it failed or took longer than the deadline.
+    """
+    # A daemon thread, because one that never returns does not keep the process from ending.
+    answers: list[Driver | Exception | None] = []
+    thread = threading.Thread(target=lambda: answers.append(_answer()), name="NVML", daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    if not answers:
+        raise DriverError(f"NVML did not answer within {DEADLINE_S:g} s: {RESTART_DRIVER}")
+    if isinstance(answers[0], Exception):
+        raise DriverError(f"NVML failed: {answers[0]}: {RESTART_DRIVER}") from answers[0]
+    return answers[0]
+
+
+def _answer() -> Driver | Exception | None:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return None
+    except pynvml.NVMLError as error:
+        return error
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 13010 is 13.1
+        gpus = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return Driver(
+            pynvml.nvmlSystemGetDriverVersion(),
+            (cuda // 1000, cuda % 1000 // 10),
+            tuple(_uuid(pynvml.nvmlDeviceGetUUID(gpu)) for gpu in gpus),
+            {
+                (a, b): _link(one, other)
+                for a, one in enumerate(gpus)
+                for b, other in enumerate(gpus)
+                if a != b
+            },
+        )
+    except pynvml.NVMLError as error:
+        return error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _link(one: Any, other: Any) -> str:
+    """How two GPUs are connected; for NVLink, direct or through switches, by how many links."""
+    status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if status == pynvml.NVML_P2P_STATUS_OK:
+        there = pynvml.nvmlDeviceGetPciInfo(other).busId
+        remotes = list(_remotes(one))
+        # A switch is not a GPU: all links lead to it, and from it to every GPU.
+        return f"NV{remotes.count(there) or len(remotes)}"
+    level = pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
+    return PCIE.get(level, f"level {level}")
+
+
+def _remotes(gpu: Any) -> Iterator[Any]:
+    """The PCI address at the other end of each active NVLink of a GPU."""
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(gpu, link):
+                yield pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId
+        except pynvml.NVMLError:  # no such link
+            return
+
+
+def _uuid(uuid: object) -> str:
+    """A GPU's UUID as text; NVML writes a prefix, torch does not."""
+    return str(uuid).strip().removeprefix("GPU-").lower()
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

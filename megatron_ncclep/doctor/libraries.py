@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from megatron_ncclep.engines.native.availability import MIN_COMPUTE_CAPABILITY
 from megatron_ncclep.libraries import extension as native_extension
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
 from megatron_ncclep.libraries import search
-from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
+from megatron_ncclep.libraries.nccl_ep import BUILDS, NcclEpLibrary
 from megatron_ncclep.libraries.search import OLDEST_NCCL, Library, nccl_package, version_text
 
 
@@ -64,38 +64,67 @@ def nccl_ep() -> Iterator[Finding]:
             else "none: torch is built for the CPU",
         )
         return
-    nccl, folders = nccl_ep_library.nccl_in_use(), nccl_ep_library.jit_folders(library)
-    compiler = search.find_nvcc()
-    no_compiler = "it compiles its kernels at first use: install the CUDA toolkit and set CUDA_HOME"
-    on_gpu = torch.cuda.is_available()  # without one, nothing can use it anyway
-    for subject, value, problem in (
-        ("libnccl_ep", _described(library), nccl_ep_library.nccl_problem(library, nccl)),
-        ("compiler of libnccl_ep", str(compiler), None if compiler else no_compiler),
-        (
-            "headers of libnccl_ep",
-            ", ".join(f"{name}={folder}" for name, folder in folders.items()) or "nothing found",
-            nccl_ep_library.jit_problem(library, folders, nccl),
-        ),
-    ):
-        yield Finding(subject, value, problem if on_gpu else None)
-    if on_gpu and (problem := nccl_ep_library.mode_problem(library)):
-        yield Finding("modes of libnccl_ep", "not as asked for", problem)
+    yield Finding("libnccl_ep", _described(library))
     for other in nccl_ep_library.installed_nccl_eps():
         if other.path != library.path:
             yield Finding(
                 f"libnccl_ep of {other.package}",
                 f"{_described(other)}; {nccl_ep_library.CHOICE}={other.package} chooses it",
             )
+    nccl = nccl_ep_library.nccl_in_use()
+    installed = [search.packaged_nccl(), search.system_nccl()]
+    value, remedy = nccl_for_nccl_ep(
+        library, nccl, [other for other in installed if other is not None]
+    )
+    on_gpu = torch.cuda.is_available()
+    if remedy is not None and not on_gpu:  # there is no GPU to use it with
+        value = f"{value}; {remedy}"
+    yield Finding("NCCL of libnccl_ep", value, remedy if on_gpu else None)
+    compiler = search.find_nvcc()
+    yield Finding(
+        "compiler of libnccl_ep",
+        str(compiler) if compiler else "no nvcc",
+        "it compiles its kernels at first use: install the CUDA toolkit and set CUDA_HOME"
+        if compiler is None and on_gpu
+        else None,
+    )
+    folders = nccl_ep_library.jit_folders(library)
+    problem = nccl_ep_library.jit_problem(library, folders, nccl)
+    yield Finding(
+        "headers of libnccl_ep",
+        ", ".join(f"{name}={folder}" for name, folder in folders.items()) or "nothing found",
+        problem if on_gpu else None,
+    )
+    if problem := nccl_ep_library.mode_problem(library):
+        yield Finding("modes of libnccl_ep", "not as asked for", problem if on_gpu else None)
 
 
 def _described(library: NcclEpLibrary) -> str:
     """A libnccl_ep and its known properties."""
-    demand = library.build.demand if library.build else "an NCCL that is not known"
+    takes = f"; it requires {library.build.demand}" if library.build else ""
     interface = f"interface {library.interface}, " if library.interface else ""
-    return (
-        f"{version_text(library.version)}, {interface}{library.path} ({library.found}); "
-        f"it requires {demand}"
-    )
+    return f"{version_text(library.version)}, {interface}{library.path} ({library.found}){takes}"
+
+
+def nccl_for_nccl_ep(
+    library: NcclEpLibrary, used: Library | None, installed: Sequence[Library]
+) -> tuple[str, str | None]:
+    """Say which NCCL a libnccl_ep requires and, if that is not the one in use, what helps."""
+    build = library.build
+    if build is None:
+        known = ", ".join(
+            f"{version_text(b.version)} of interface {b.interface} (pip install {b.requirement})"
+            for b in BUILDS
+        )
+        return (
+            f"it is not known which one libnccl_ep {version_text(library.version)} requires",
+            f"install a known one: {known}",
+        )
+    value = f"it requires {build.demand}"
+    if build.takes(used):
+        return f"{value}; {version_text(used.version) if used else ''} is in use", None
+    value += f"; {version_text(used.version) if used else 'none'} is in use"
+    return value, nccl_ep_library.nccl_remedy(build, used, installed)
 
 
 def extension() -> Iterator[Finding]:

@@ -27,13 +27,6 @@ PACKAGES = (
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def driver_release() -> str | None:
-    """The release of NVIDIA's kernel module, such as 580.65.06; None without one."""
-    text = DRIVER.read_text() if DRIVER.is_file() else ""
-    found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text)
-    return found[1] if found else None
-
-
 def machine(device: str, ranks: int) -> dict[str, Any]:
     """The devices of this machine as plain data, and the number of `ranks` that share one."""
     described: dict[str, Any] = {
@@ -43,12 +36,14 @@ def machine(device: str, ranks: int) -> dict[str, Any]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
+        driver = DRIVER.read_text() if DRIVER.is_file() else ""
+        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", driver)
         described |= {
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
             "ranks_per_gpu": topology.most_ranks_per_gpu(ranks),
             "sms": properties.multi_processor_count,
-            "driver": driver_release(),
+            "driver": found[1] if found else None,
         }
     return described
 

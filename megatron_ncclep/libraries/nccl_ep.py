@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ class Build:
     """The properties of a known libnccl_ep.
 
     Attributes:
+        requirement: pip's requirement that installs it.
         version: version of the library.
         interface: NCCL_EP_API_VERSION.
         nccl: the NCCL that it was built with.
@@ -49,6 +50,7 @@ class Build:
         has_modes: whether it supports PULL_PUSH and FIXED_ORDER.
     """
 
+    requirement: str
     version: Version
     interface: int
     nccl: Version
@@ -69,10 +71,9 @@ class Build:
 
 
 BUILDS = (
-    # Of nccl-extensions 0.1.0: its barriers' indices overlap beyond 34 SMs.
-    Build((0, 2, 0), 2, (2, 30, 7), False, 34, has_modes=False),
-    # Of transformer-engine 2.20.2.
-    Build((0, 2, 0), 3, (2, 32, 3), True, None, has_modes=True),
+    # Its barriers' indices overlap beyond 34 SMs.
+    Build("nccl-extensions==0.1.0", (0, 2, 0), 2, (2, 30, 7), False, 34, has_modes=False),
+    Build("transformer-engine==2.20.2", (0, 2, 0), 3, (2, 32, 3), True, None, has_modes=True),
 )
 # A text that occurs only in the file of a library with this interface; it has no function that
 # returns it.
@@ -209,12 +210,15 @@ def nccl_problem(library: NcclEpLibrary, nccl: Library | None) -> str | None:
     have = "none" if nccl is None else f"NCCL {version_text(nccl.version)}"
     return (
         f"{library.name} requires {library.build.demand}, and this process has {have}: "
-        f"{_nccl_remedy(library.build, nccl)}"
+        f"{nccl_remedy(library.build, nccl)}"
     )
 
 
-def _nccl_remedy(build: Build, nccl: Library | None) -> str:
+def nccl_remedy(build: Build, nccl: Library | None, installed: Sequence[Library] = ()) -> str:
     """Say how to get an NCCL and a libnccl_ep that fit each other."""
+    for other in installed:
+        if build.takes(other):
+            return f"start the process with LD_PRELOAD={other.path}"
     for library in installed_nccl_eps():
         if library.build and library.build.takes(nccl):
             return f"set {CHOICE}={library.package}, whose libnccl_ep runs with it"

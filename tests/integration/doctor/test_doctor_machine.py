@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ncclep.doctor import examine, gpus, machine
+from megatron_ncclep.doctor import examine, gpus
 from megatron_ncclep.doctor import libraries as native
 from megatron_ncclep.doctor.report import Finding
 from megatron_ncclep.libraries import nccl_ep as nccl_ep_library
@@ -22,13 +24,15 @@ from megatron_ncclep.libraries import search
 from megatron_ncclep.libraries.nccl_ep import NcclEpLibrary
 from megatron_ncclep.libraries.search import Library
 
+UUIDS = [f"{digit * 8}-{letter * 4}-0000-0000-000000000000" for digit, letter in ("0a", "1b", "2c")]
+
 
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees two GPUs."""
+    """torch sees the second and the first GPU of UUIDS, in this order."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a != b)
@@ -38,7 +42,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_properties",
         lambda index: SimpleNamespace(
             name="NVIDIA H200", major=9, minor=0, multi_processor_count=132,
-            total_memory=140 * 2**30,
+            total_memory=140 * 2**30, uuid=UUIDS[1 - index],
         ),
     )  # fmt: skip
 
@@ -51,55 +55,107 @@ def section(title: str) -> dict[str, Finding]:
 
 
 def test_gpus_that_torch_does_not_see() -> None:
-    driver = gpus.Driver("550.1", (12, 4), 3)
-    assert gpus.why_not_visible(replace(driver, num_gpus=0), "13.0") is None
+    driver = gpus.Driver("550.1", (12, 4), tuple(UUIDS), {})
+    assert gpus.why_not_visible(gpus.Driver("550.1", (12, 4), (), {}), "13.0") is None
     assert "torch that is built for CUDA" in str(gpus.why_not_visible(driver, None))
     assert "CUDA up to 12.4: update the driver" in str(gpus.why_not_visible(driver, "13.0"))
     assert "CUDA_VISIBLE_DEVICES" in str(gpus.why_not_visible(driver, "12.8"))
-    assert "install it again" in str(gpus.why_not_visible(replace(driver, cuda=None), "12.8"))
+
+
+class Nvml:
+    """Stands for NVML on a machine with the GPUs of UUIDS: 18 links from GPU 0 to 1, by a switch or
+    directly; GPU 2 is behind the other CPU.
+    """
+
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+    NVML_NVLINK_MAX_LINKS = 20
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818
+        pass
+
+    def __init__(self) -> None:
+        self.count = len(UUIDS)
+        self.behind = "switch"
+        self.nvmlInit = self.nvmlShutdown = lambda: None
+        self.nvmlSystemGetDriverVersion = lambda: "580.65.06"
+        self.nvmlSystemGetCudaDriverVersion_v2 = lambda: 13010
+        self.nvmlDeviceGetCount = lambda: self.count
+        self.nvmlDeviceGetHandleByIndex = int
+        self.nvmlDeviceGetUUID = lambda gpu: f"GPU-{UUIDS[gpu].upper()}"
+        self.nvmlDeviceGetPciInfo = lambda gpu: SimpleNamespace(busId=f"bus {gpu}")
+        self.nvmlDeviceGetP2PStatus = lambda one, other, what: 4 if 2 in (one, other) else 0
+        self.nvmlDeviceGetTopologyCommonAncestor = lambda one, other: 50
+
+    def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:  # noqa: N802
+        if link == 19:
+            raise self.NVMLError("Invalid Argument")
+        return int(link != 3)  # one is down
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=self.behind if link < 12 else "bus 7")
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with a driver and 3 GPUs: the folder with what its kernel module says."""
-    said = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:11:54 UTC 2025"
-    (tmp_path / "version").write_text(said)
-    for number in range(3):
-        (tmp_path / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
-    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(gpus, "GPUS", tmp_path / "gpus")
-    monkeypatch.setattr(native.native_extension, "driver_version", lambda: (13, 1))
-    return tmp_path
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    library = Nvml()
+    monkeypatch.setattr(gpus, "pynvml", library)
+    return library
 
 
-def test_gpus_and_whose_memory_they_read(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_their_links(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch counts them: its GPU 0 is the driver's GPU 1."""
     with_gpus(monkeypatch)
     found = section("torch and GPUs")
     assert found["driver"].value == "580.65.06, supports CUDA up to 13.1; 3 GPUs in this machine"
     assert found["GPUs"].value == "2"
-    assert found["GPU 0"].value == "NVIDIA H200, sm_90, 132 SMs, 140 GiB; reads GPU 1"
+    assert found["GPU 0"].value == "NVIDIA H200, sm_90, 132 SMs, 140 GiB; reads GPU 1 (NV18)"
     assert not any(finding.problem for finding in found.values())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: b > 1)
-    told = section("torch and GPUs")["GPU 0"].value
-    assert told.endswith("; reads GPU 2..3, cannot read GPU 1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert section("torch and GPUs")["GPU 0"].value.endswith("; the only one")
+    nvml.behind = "bus 0"  # 11 links lead to the driver's GPU 0, and none to its GPU 1
+    found = section("torch and GPUs")
+    assert found["GPU 0"].value.endswith("reads GPU 1 (NV11)")
+    assert found["GPU 1"].value.endswith("reads GPU 0 (NV18)")
+    driver = gpus.ask_driver()
+    assert driver is not None
+    other = {pair for pair, link in driver.links.items() if link == "SYS"}
+    assert other == {(0, 2), (1, 2), (2, 0), (2, 1)}
 
 
-def test_a_machine_without_gpus_is_no_problem(
-    driver: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_driver_that_fails_or_hangs_is_a_problem(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_gpus(monkeypatch)
+
+    nvml.nvmlInit = mock.Mock(side_effect=nvml.NVMLError("Driver/library version mismatch"))
+    problem = str(section("torch and GPUs")["driver"].problem)
+    assert "NVML failed: Driver/library version mismatch" in problem
+    assert gpus.RESTART_DRIVER in problem
+
+    over = threading.Event()
+    nvml.nvmlInit = over.wait
+    monkeypatch.setattr(gpus, "DEADLINE_S", 0.5)
+    problem = str(section("torch and GPUs")["driver"].problem)
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "NVML":
+            thread.join()  # while the library is still ours
+    assert "did not answer within 0.5 s" in problem
+
+
+def test_a_machine_without_gpus_is_no_problem(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpus(monkeypatch)
     assert "the driver sees 3" in str(section("torch and GPUs")["GPUs"].problem)
-    monkeypatch.setattr(gpus, "GPUS", driver / "none")
+    nvml.count = 0
     found = section("torch and GPUs")
-    assert found["driver"].value == "580.65.06, supports CUDA up to 13.1"
+    assert found["driver"].value.endswith("0 GPUs in this machine")
     assert found["GPUs"].problem is None
-    monkeypatch.setattr(machine, "DRIVER", driver / "none")
-    assert section("torch and GPUs")["driver"].value.startswith("release unknown, supports CUDA")
-    monkeypatch.setattr(native.native_extension, "driver_version", lambda: None)
+    nvml.nvmlInit = mock.Mock(side_effect=nvml.NVMLError_LibraryNotFound("not found"))
     assert section("torch and GPUs")["driver"] == Finding("driver", "none")
+    monkeypatch.setattr(gpus, "pynvml", None)
+    assert section("torch and GPUs")["driver"].value.startswith("not known")
 
 
 # --- NCCL, libnccl_ep and the extension ---------------------------------------------------------
@@ -129,6 +185,33 @@ EXTENSIONS = NcclEpLibrary(Path("/x/libnccl_ep.so"), (0, 2, 0), "so", "nccl-exte
 TRANSFORMER_ENGINE = NcclEpLibrary(
     Path("/te/libnccl_ep.so"), (0, 2, 0), "so", "transformer-engine", 3
 )
+PRELOAD = "LD_PRELOAD=/opt/other"
+
+
+@pytest.mark.parametrize(
+    ("library", "used", "installed", "value", "remedy"),
+    [
+        (EXTENSIONS, (2, 30, 7), [], "requires NCCL 2.30.7 exactly; 2.30.7 is in use", None),
+        (EXTENSIONS, (2, 29, 7), [(2, 30, 7)], "2.29.7 is in use", PRELOAD),
+        (EXTENSIONS, None, [], "none is in use", "==2.30.7 in this environment"),
+        (TRANSFORMER_ENGINE, (2, 30, 7), [(2, 31, 2), (2, 33, 1)], "2.30.7", PRELOAD),
+        (
+            replace(EXTENSIONS, version=(0, 9, 0)),
+            (2, 30, 7),
+            [],
+            "it is not known which one libnccl_ep 0.9.0 requires",
+            "a known one: 0.2.0 of interface 2 (pip install nccl-extensions==0.1.0), 0.2.0 of "
+            "interface 3 (pip install transformer-engine==2.20.2)",
+        ),
+    ],
+)
+def test_nccl_for_libnccl_ep(
+    library: NcclEpLibrary, used: Any, installed: list[Any], value: str, remedy: str | None
+) -> None:
+    others = [nccl_of(other, "/opt/other") for other in installed]
+    says, way_out = native.nccl_for_nccl_ep(library, used and nccl_of(used), others)
+    assert value in says
+    assert (way_out is None) if remedy is None else (remedy in str(way_out))
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -160,9 +243,10 @@ def test_an_nccl_that_does_not_fit_is_a_problem_only_with_gpus(
     problems = {subject: finding.problem for subject, finding in found.items() if finding.problem}
     if not on_gpu:
         assert not problems
+        assert "nvidia-nccl-cu" in found["NCCL of libnccl_ep"].value
         return
     assert "nvidia-nccl-cu" in problems.pop("NCCL for engines")
-    assert "nvidia-nccl-cu" in problems.pop("libnccl_ep")
+    assert "nvidia-nccl-cu" in problems.pop("NCCL of libnccl_ep")
     assert "set CUDA_HOME" in problems.pop("compiler of libnccl_ep")
     assert "NCCL_EP_JIT_BUILD_INCLUDE_DIR" in problems.pop("headers of libnccl_ep")
     assert "PULL_PUSH is set" in problems.pop("modes of libnccl_ep")
