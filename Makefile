@@ -63,7 +63,7 @@ support: $(BUILT)  ## write the lists of docs/support.md and tested.md from the 
 	$(BIN)/python scripts/support.py --write
 
 pages: $(READY)  ## write generated parts and figures of README.md and docs/
-	$(BIN)/python scripts/pages.py
+	$(BIN)/python scripts/pages.py --write
 
 site: $(READY)  ## build docs/ as a site in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-INK, MUTED, LINE, PAPER = "#1f2933", "#5f6b7a", "#c3cad3", "#ffffff"
+INK, MUTED, PAPER = "#1f2933", "#5f6b7a", "#ffffff"
 GREY, BLUES = "#9aa5b1", ("#bcdcf0", "#8fc1e3", "#4b93c7", "#17609b")
 
 
@@ -23,13 +23,11 @@ class Canvas:
     title: str
     parts: list[str] = field(default_factory=list)
 
-    def rect(
-        self, x: float, y: float, w: float, h: float, fill: str, edge: str = "none", r: float = 3
-    ) -> None:
+    def rect(self, x: float, y: float, w: float, h: float, fill: str, r: float = 3) -> None:
         """Draw a rectangle with corners of radius `r`."""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{r:g}" fill="{fill}" '
-            f'stroke="{edge}"/>'
+            'stroke="none"/>'
         )
 
     def text(
@@ -42,10 +40,6 @@ class Canvas:
             f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{at}" '
             f'fill="{fill}"{weight}>{escape(what)}</text>'
         )
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE) -> None:
-        """Draw a thin line."""
-        self.parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{stroke}" fill="none"/>')
 
     def svg(self) -> str:
         """The whole file."""
@@ -134,7 +128,8 @@ def libraries(
             times = "" if us is None else f"{us:,.0f} us, {us / limit:.2f}x"
             canvas.text(left + length + 6, y + 15, times or "refused", 12.5)
             y += 26
-        canvas.line(left + unit, top, left + unit, y, INK)
+        line = f"M{left + unit:g} {top:g}L{left + unit:g} {y:g}"
+        canvas.parts.append(f'<path d="{line}" stroke="{INK}" fill="none"/>')
         y += 14
     foot(canvas, margin, y + 14, measured)
     return canvas.svg()

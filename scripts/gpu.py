@@ -3,9 +3,8 @@
     python scripts/gpu.py [PART[:NUMBER] ...] [--out FOLDER] [--list]
 
 Ranks share GPUs, and steps too: a step mostly waits for its hosts, so as many run at the same time
-as the machine has cores for their ranks.  Steps that measure a GPU's memory have it to themselves:
-the last GPU at first, while the others run the other steps, or the only GPU in the end.  57 of the
-steps took 17 minutes on two H200s with 32 cores.
+as the machine has cores for their ranks.  In the end, steps that measure a GPU's memory have one to
+themselves.
 
 Each step is one command with its own log; `summary.txt` lists every step, with date, machine and
 versions, and can be committed unchanged.  A step that runs again in the same folder replaces its
@@ -18,6 +17,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 
 from gpu_steps import PARTS, Step, chosen_steps, every_step
 
@@ -180,6 +181,13 @@ def visible_gpus() -> list[str]:
     return visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 @cache
 def described() -> str:
     """The machine and its software, as in `ncclep bench`."""
@@ -214,68 +222,44 @@ def write_summary(out: Path, outcome: Outcome) -> None:
     (out / SUMMARY).write_text("\n".join(lines) + "\n")
 
 
-class Schedule:
-    """Steps on GPUs, several at a time.
+def run_all(
+    steps: list[tuple[str, Step]],
+    gpus: list[str],
+    cores: int,
+    run: Callable[[str, Step, str], None],
+) -> None:
+    """Run steps, several at a time: first those that share GPUs, then those that are alone on one.
 
     Args:
-        steps: in the order in which they should begin; one that does not fit lets others pass.
+        steps: each with its part, in the order in which they should begin.
         gpus: what each step may get, as in CUDA_VISIBLE_DEVICES.
         cores: how many the steps that run may keep busy together, if they are several.
-        run: runs a step on some of `gpus`.
+        run: runs a step on one of `gpus`.
     """
+    changed, running = threading.Condition(), []
 
-    def __init__(
-        self,
-        steps: list[tuple[str, Step]],
-        gpus: list[str],
-        cores: int,
-        run: Callable[[str, Step, str], None],
-    ) -> None:
-        self._waiting, self._gpus, self._cores, self._run = list(steps), gpus, cores, run
-        self._running: list[tuple[Step, str]] = []
-        self._changed = threading.Condition()
-
-    def run_all(self) -> None:
-        """Run them; returns when the last one is over."""
-        begun = []
-        with ThreadPoolExecutor(len(self._waiting)) as workers, self._changed:
-            while self._waiting:
-                if (found := self._next()) is None:
-                    self._changed.wait()
-                    continue
-                self._waiting.remove(found[:2])
-                self._running.append(found[1:])
-                begun.append(workers.submit(self._run_one, *found))
-        for each in begun:
-            each.result()  # raises what `run` has raised
-
-    def _next(self) -> tuple[str, Step, str] | None:
-        """The next step that can begin, and where."""
-        busy = sum(step.cores for step, _ in self._running)
-        alone = [each for each in self._waiting if each[1].alone]
-        others = [each for each in self._waiting if not each[1].alone]
-        is_kept = len(self._gpus) > 1 and (alone or any(step.alone for step, _ in self._running))
-        for part, step in alone if is_kept or not others else []:
-            if not any(gpu == self._gpus[-1] for _, gpu in self._running):
-                return part, step, self._gpus[-1]
-        free = {gpu: self._on(gpu) for gpu in self._gpus[: -1 if is_kept else None]}
-        gpu = min(free, key=lambda gpu: free[gpu])
-        if free[gpu] < MOST_ON_A_GPU:
-            for part, step in others:
-                if not self._running or busy + step.cores <= self._cores:
-                    return part, step, gpu
-        return None
-
-    def _on(self, gpu: str) -> int:
-        return sum(one == gpu for _, one in self._running)
-
-    def _run_one(self, part: str, step: Step, gpu: str) -> None:
+    def run_one(part: str, step: Step) -> None:
+        with changed:
+            changed.wait_for(lambda: not running or sum(running) + step.cores <= cores)
+            running.append(step.cores)
+        gpu = free.get()
         try:
-            self._run(part, step, gpu)
+            run(part, step, gpu)
         finally:
-            with self._changed:
-                self._running.remove((step, gpu))
-                self._changed.notify()
+            free.put(gpu)
+            with changed:
+                running.remove(step.cores)
+                changed.notify_all()
+
+    begun = []
+    for alone, most in ((False, MOST_ON_A_GPU), (True, 1)):
+        free: SimpleQueue[str] = SimpleQueue()
+        for gpu in gpus * most:
+            free.put(gpu)
+        with ThreadPoolExecutor(free.qsize()) as workers:
+            begun += [workers.submit(run_one, *each) for each in steps if each[1].alone == alone]
+    for each in begun:
+        each.result()  # raises what `run` has raised
 
 
 def main() -> int:
@@ -330,7 +314,7 @@ def main() -> int:
             print(f"{part}: {step.name}: {outcome.counts}, {outcome.seconds} s", flush=True)
             write_summary(args.out, outcome)
 
-    Schedule(steps, groups, args.cores, run).run_all()
+    run_all(steps, groups, args.cores, run)
     if (args.out / SUMMARY).is_file():
         print((args.out / SUMMARY).read_text())
     return 1 if failed else 0

@@ -1,7 +1,7 @@
 """Write the parts of README.md and docs/ that come from results and code: `make pages`.
 
-The tables and lists between `<!-- written by make pages: NAME -->` and the next `<!-- end -->`,
-and the figures in docs/figures.  `--check` writes nothing and fails if something is out of date.
+These are tables and lists (generated.py), and the figures in docs/figures.  Without `--write` it
+says whether they are up to date.
 
 mkdocs calls the functions `on_...` for `make site`: the site has README.md as its home, and every
 file that a page links to.  So links in the pages are ordinary paths, which also work when the tree
@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import comparison  # noqa: E402
 import figures  # noqa: E402
+from generated import update  # noqa: E402
 from results import RESULTS, measured_on, read  # noqa: E402
 
 from benchmarks.catalogue import baseline  # noqa: E402
@@ -107,43 +108,17 @@ def _quoted(text: str) -> str:
     return re.sub(r"'([\w.-]+)'", r"`\1`", text)
 
 
-def contents() -> dict[Path, str]:
-    """The contents of every file that this writes, wholly or in part."""
+def main() -> int:
+    """Compare, or write with --write; return 1 if something is out of date and not written."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
     parts = {"steps": comparison.steps(read(TRAINING), "train:ncclep:native"),
              "options": options_list(),
-             "variables": variables_list()}  # fmt: skip
-    parts |= comparison.tables()
+             "variables": variables_list(),
+             **comparison.tables()}  # fmt: skip
     drawn = {"gains": gains(), "libraries": comparison.figure()}
     files = {ROOT / "docs" / "figures" / f"{name}.svg": svg for name, svg in drawn.items()}
-    for page in [ROOT / HOME, *sorted((ROOT / "docs").glob("*.md"))]:
-        text = page.read_text()
-        for name, content in parts.items():
-            begin, middle, rest = text.partition(f"<!-- written by make pages: {name} -->\n")
-            if middle:
-                end = rest.index("\n<!-- end -->")
-                text = f"{begin}{middle}\n{content}\n{rest[end:]}"
-        files[page] = text
-    return files
-
-
-def main() -> int:
-    """Write the files, or with --check name those that are out of date."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
-    check = parser.parse_args().check
-    stale = {
-        path: content
-        for path, content in contents().items()
-        if not path.is_file() or path.read_text() != content
-    }
-    for path, content in stale.items():
-        print(f"{'out of date' if check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(content)
-    if check and stale:
-        print("run `make pages`")
-    return int(check and bool(stale))
+    return update("make pages", parts, parser.parse_args().write, files)
 
 
 # --- hooks of mkdocs -----------------------------------------------------------------------------

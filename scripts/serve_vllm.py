@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu
-from host_ranks import free_port
 
 sys.path[:0] = [str(gpu.ROOT / "tests" / part) for part in ("network", "native")]
 import loop  # noqa: E402
@@ -142,7 +141,7 @@ def options(backend: str, rank: int, model: Path, http: int, rpc: int) -> list[s
 
 def serve(backend: str, out: Path, variables: list[dict[str, str]], until: float) -> list[Any]:
     """Start a server for each rank, send all prompts twice, stop; the answers of both times."""
-    ports, servers = (free_port(), free_port()), []
+    ports, servers = (gpu.free_port(), gpu.free_port()), []
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     start = partial(subprocess.Popen, cwd=out, stdin=subprocess.DEVNULL, start_new_session=True)
     try:

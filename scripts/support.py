@@ -31,15 +31,13 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
-sys.path[:0] = [str(ROOT), str(TESTS)]
+sys.path[:0] = [str(ROOT), str(TESTS), str(ROOT / "scripts")]
 
+from generated import update  # noqa: E402
 from megatron_versions import SUPPORTED  # noqa: E402
 
 from megatron_ncclep.engines import ENGINES  # noqa: E402
 
-# Document -> the lists in it.
-DOCUMENTS = {"support.md": ("what works", "what is refused"), "tested.md": ("how it is compared",)}
-MARK = "<!-- {} by {}: {} -->"
 # Ranks may share a GPU, so several ranks are not several GPUs.
 PLACES = ("a CPU", "one GPU rank", "several GPU ranks")
 # The Megatron-Core that `make gpu` has run all its steps with.
@@ -296,41 +294,11 @@ def lists(collector: Collector) -> dict[str, str]:
     }
 
 
-def updated(document: str, generated: dict[str, str], by: str = "make support") -> str:
-    """The document with the lists in their places, each between two comments that name it.
-
-    Raises:
-        ValueError: a place is missing.
-    """
-    for name, lines in generated.items():
-        begin = MARK.format("written", by, name)
-        end = MARK.format("end of what is written", by, name)
-        if document.count(begin) != 1 or document.count(end) != 1:
-            raise ValueError(f"the document needs these two lines, once: {begin} {end}")
-        before, _, rest = document.partition(begin)
-        document = f"{before}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
-    return document
-
-
 def main() -> int:
     """Compare, or write with --write; return 1 if a document is out of date and not written."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
-    write = parser.parse_args().write
-    generated, stale = lists(collect()), False
-    for name, wanted in DOCUMENTS.items():
-        path = ROOT / "docs" / name
-        before = path.read_text(encoding="utf-8")
-        after = updated(before, {title: generated[title] for title in wanted})
-        if write:
-            path.write_text(after, encoding="utf-8")
-        elif after != before:
-            stale = True
-            old, new = (set(text.splitlines()) for text in (before, after))
-            for line in sorted(old ^ new):
-                print("-" if line in old else "+", line)
-            print(f"docs/{name} does not match the tests: run `make support`")
-    return int(stale)
+    return update("make support", lists(collect()), parser.parse_args().write)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,12 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from generated import update  # noqa: E402
 from results import RESULTS, table  # noqa: E402
-from support import updated  # noqa: E402
 
 from megatron_ncclep.integration.releases import MEGATRON  # noqa: E402
 from megatron_ncclep.libraries import extension, search  # noqa: E402
 
-PAGE = ROOT / "docs" / "versions.md"
 RUNS = RESULTS / "cpu-runs.json"
 Facts = dict[str, str]
 
@@ -139,13 +138,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.write:
         RUNS.write_text(merged(args.files))
-    before = PAGE.read_text(encoding="utf-8")
-    after = updated(before, {"versions": rows()}, by="make versions")
-    if args.write:
-        PAGE.write_text(after, encoding="utf-8")
-    elif after != before:
-        print("docs/versions.md does not match the runs: run `make versions`")
-    return int(after != before and not args.write)
+    return update("make versions", {"versions": rows()}, args.write)
 
 
 if __name__ == "__main__":

@@ -56,10 +56,7 @@ def test_when_steps_begin(gpus: list[str], cores: int) -> None:
             beside = [one for one, gpu in running if gpu == where]
             assert len(beside) < gpu.MOST_ON_A_GPU
             assert not beside or not any(one.alone for one in [step, *beside])
-            if not step.alone:
-                assert (
-                    not running or sum(one.cores for one, _ in [*running, (step, where)]) <= cores
-                )
+            assert not running or sum(one.cores for one, _ in [*running, (step, where)]) <= cores
             running.append((step, where))
             most[0] = max(most[0], len(running))
         threading.Event().wait(0.002)
@@ -67,7 +64,7 @@ def test_when_steps_begin(gpus: list[str], cores: int) -> None:
             running.remove((step, where))
             ran.append(step)
 
-    gpu.Schedule(steps, gpus, cores, run).run_all()
+    gpu.run_all(steps, gpus, cores, run)
     assert sorted(step.name for step in ran) == sorted(step.name for _, step in steps)
     assert most[0] > 2 or cores == 1
 
@@ -82,5 +79,5 @@ def test_a_step_that_raises_is_no_success() -> None:
             raise FileNotFoundError("planted")
 
     with pytest.raises(FileNotFoundError, match="planted"):
-        gpu.Schedule(steps, ["0"], 1, run).run_all()
+        gpu.run_all(steps, ["0"], 1, run)
     assert len(ran) == 3

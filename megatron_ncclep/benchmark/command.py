@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_ncclep.benchmark import HIGH_THROUGHPUT, LOW_LATENCY, table
-from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.job import Job
 from megatron_ncclep.benchmark.ranks import Ranks
-from megatron_ncclep.benchmark.result import Measured
+from megatron_ncclep.benchmark.result import FORMAT, Measured
 from megatron_ncclep.cli import config_files, folder_lock
 from megatron_ncclep.doctor.machine import machine, versions
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import topology
-from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
+from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError, join
 
 DEFAULT_CPU_RANKS = 2
 PATIENCE = 60  # the whole of one shape may take this many times the deadline of one wait
@@ -185,18 +186,11 @@ def _summary(error: Exception) -> str:
 
 def _measure_as_rank(job: Job) -> Iterator[Measured]:
     """Measure every shape as one of torchrun's ranks; only rank 0 gets results."""
-    backend = "gloo"
-    if job.device == "cuda":
-        topology.use_gpu(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=2 * job.timeout_s))
+    context = join("nccl" if job.device == "cuda" else "gloo")
     try:
-        assert dist.group.WORLD is not None  # just made
-        context = RankContext(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, job.device)
-        for batch in job.batches():
-            for shape in batch:
-                if found := run(context, job, shape):
-                    yield found
+        for shape in chain.from_iterable(job.batches()):
+            if found := run(context, job, shape):
+                yield found
     finally:
         dist.destroy_process_group()
 
@@ -208,16 +202,16 @@ def _write(
 
     A run that is stopped leaves the results of the shapes before.
     """
-    host, result, text, so_far = dict[str, Any](), dict[str, Any](), "", list[Measured]()
+    result, text = dict[str, Any](), ""
     as_json, as_text = (Path(job.out, f"bench.{kind}") for kind in ("json", "txt"))
     for found in measured:
-        so_far.append(found)
-        host = host or {"machine": machine(job.device, job.ranks), "versions": versions(job.device)}
-        result = _result(job, host, so_far)
-        results.save(result, as_json)
+        result = result or _empty_result(job)
+        result[job.list_of(found)].append(dataclasses.asdict(found))
+        result["failures"] += found.failures
+        as_json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         text = render(result)
         as_text.write_text(text, encoding="utf-8")
-    if not so_far:  # not rank 0
+    if not result:  # not rank 0
         return 0
     print(f"\n{text}", flush=True)
     print(f"written: {as_json}, {as_text}")
@@ -226,20 +220,18 @@ def _write(
     return 1 if result["failures"] else 0
 
 
-def _result(job: Job, host: dict[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
-    """The contents of bench.json; `host`: the machine and versions."""
-    result: dict[str, Any] = {
-        "format": results.FORMAT,
+def _empty_result(job: Job) -> dict[str, Any]:
+    """The contents of bench.json before anything was measured."""
+    return {
+        "format": FORMAT,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        **host,
+        "machine": machine(job.device, job.ranks),
+        "versions": versions(job.device),
         # The results do not depend on their folder.
         "options": {k: v for k, v in dataclasses.asdict(job).items() if k != "out"},
         **{name: [] for name in job.lists()},
-        "failures": [failure for shape in measured for failure in shape.failures],
+        "failures": [],
     }
-    for found in measured:
-        result[job.list_of(found)].append(dataclasses.asdict(found))
-    return result
 
 
 def run_all(

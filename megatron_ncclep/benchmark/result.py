@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_ncclep.benchmark import WITH_EXPERTS
@@ -157,11 +155,6 @@ class ShapeResult(Measured):
                         limit = CROSSINGS[name] * self.limit_us
                         times["percent_of_ceiling"] = 100 * limit / times["median_us"]
         super().judge(required)
-
-
-def save(result: dict[str, Any], path: Path) -> None:
-    """Write a whole result as JSON."""
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by the folder'
 
 
 @contextmanager
-def held(folder: Path, parents: Iterable[int] = ()) -> Iterator[int]:
+def held(folder: Path) -> Iterator[int]:
     """Make `folder`, and keep other runs out of it until the end of the `with`.
 
     The kernel ends the lock with the last process that has its file open, however that one ends.
@@ -26,7 +26,6 @@ def held(folder: Path, parents: Iterable[int] = ()) -> Iterator[int]:
 
     Args:
         folder: the --out of a command.
-        parents: process numbers; a lock that one of them holds is this process's, too.
 
     Yields:
         The lock's file, for children that hold it as long as they live.
@@ -38,7 +37,7 @@ def held(folder: Path, parents: Iterable[int] = ()) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
-        _take(lock, folder, parents)
+        _take(lock, folder)
     except OSError as error:
         raise InputError(
             f"--out {folder}: {error.strerror}: make room for it, or give another folder that can "
@@ -51,16 +50,15 @@ def held(folder: Path, parents: Iterable[int] = ()) -> Iterator[int]:
             os.close(lock)
 
 
-def _take(lock: int, folder: Path, parents: Iterable[int]) -> None:
+def _take(lock: int, folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(lock, 1000).decode()
-        if holder not in map(_name, parents):
-            raise InputError(
-                f"--out {folder}: {holder or 'a process'}, or one that it started, is writing "
-                "there: wait until it has ended, or give another --out"
-            ) from None
+        raise InputError(
+            f"--out {folder}: {holder or 'a process'}, or one that it started, is writing "
+            "there: wait until it has ended, or give another --out"
+        ) from None
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
             raise
@@ -69,8 +67,4 @@ def _take(lock: int, folder: Path, parents: Iterable[int]) -> None:
         )
     else:
         os.truncate(lock, 0)
-        os.write(lock, _name(os.getpid()).encode())
-
-
-def _name(process: int) -> str:
-    return f"process {process} on {socket.gethostname()}"
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())

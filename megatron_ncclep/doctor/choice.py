@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,19 +40,7 @@ REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer of one rank.
-
-    Attributes:
-        chosen: the engine that "auto" takes.
-        reasons: engine -> why it cannot run; None if it can.
-        nodes: the grid of ranks that the engine 'hierarchical' finds, or why there is none.
-    """
-
-    chosen: str
-    reasons: dict[str, str | None]
-    nodes: str = "not known"
+Answer = dict[str, str]  # of a rank: subject of a finding -> its state
 
 
 def engines(num_ranks: int | None = None) -> Iterator[Finding]:
@@ -111,46 +98,42 @@ def lsa_domain(size: int, receive: Callable[[], list[Any]]) -> Iterator[Finding]
 
 
 def answers_of_ranks(
-    size: int, backend: str, receive: Callable[[], list[Any]]
+    size: int, backend: str, receive: Callable[[], list[Answer | None]]
 ) -> Iterator[Finding]:
     """The findings for the first 1 to `size` ranks; `receive`: the next answers of the ranks.
 
     It stops at the first number of ranks that fails: the next would take as long to fail.
     """
-    answers: dict[int, Answer] = {}
+    texts: dict[str, dict[int, str]] = {}  # of each subject, by number of ranks
     failure = None
     for num_ranks in range(1, size + 1):
         try:
-            answers[num_ranks] = merge([answer for answer in receive() if answer is not None])
+            answers = [answer for answer in receive() if answer is not None]
         except RankError as error:
             reason = _failed("a process group and the choice", error, backend)
             failure = Finding(f"engines for {num_ranks} ranks", "not known", reason)
             break
-    if answers:
-        yield from describe(answers, backend)
+        for subject in answers[0]:
+            merged = _merged([answer[subject] for answer in answers])
+            texts.setdefault(subject, {})[num_ranks] = merged
+    for subject, of in texts.items():
+        yield Finding(subject, of[max(of)] if subject == "nodes" else by_num_ranks(of))
     if failure is not None:
         yield failure
-
-
-def describe(answers: dict[int, Answer], backend: str) -> Iterator[Finding]:
-    """Report the answers by number of ranks, and the grid of the largest number."""
-    yield Finding("nodes", answers[max(answers)].nodes)
-    for name in ENGINES:
-        texts = {n: a.reasons[name] or f"can run over {backend}" for n, a in answers.items()}
-        yield Finding(f"engine {name}", by_num_ranks(texts))
-    yield Finding("engine auto", by_num_ranks({n: f"takes {a.chosen}" for n, a in answers.items()}))
 
 
 def answer(group: EpGroup) -> Answer:
     """Ask every engine whether it can run on this rank of `group`.  Collective."""
     config = EpConfig(engine="auto", timeout_s=WAIT_S, first_timeout_s=WAIT_S)
-    reasons: dict[str, str | None] = {}
+    told = {"nodes": str(find_nodes(group, WAIT_S))}
     for name, entry in ENGINES.items():
-        reasons[name] = entry.unavailable_reason(group, config, None)
-        if reasons[name] is None and group.size < entry.caps.min_ranks:
-            reasons[name] = f"it needs at least {entry.caps.min_ranks} ranks"
+        reason = entry.unavailable_reason(group, config, None)
+        if reason is None and group.size < entry.caps.min_ranks:
+            reason = f"it needs at least {entry.caps.min_ranks} ranks"
+        backend = "gloo" if group.device.type == "cpu" else "nccl"
+        told[f"engine {name}"] = reason or f"can run over {backend}"
     chosen, _ = choose_engine(group, config)
-    return Answer(chosen, reasons, str(find_nodes(group, WAIT_S)))
+    return {**told, "engine auto": f"takes {chosen}"}
 
 
 def tell_answers(context: RankContext, send: Callable[[Any], None]) -> None:
@@ -166,16 +149,11 @@ def tell_reach(context: RankContext, send: Callable[[Any], None]) -> None:
     send((communicator.lsa_size, communicator.network_problem()))
 
 
-def merge(answers: Sequence[Answer]) -> Answer:
-    """Merge the ranks' answers; if they differ, the text names the rank of each."""
-    reasons: dict[str, str | None] = {}
-    for name in answers[0].reasons:
-        texts = [answer.reasons[name] for answer in answers]
-        if len(set(texts)) == 1:
-            reasons[name] = texts[0]
-        else:
-            reasons[name] = "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts) if t)
-    return Answer(answers[0].chosen, reasons, answers[0].nodes)
+def _merged(texts: Sequence[str]) -> str:
+    """The ranks' texts as one; if they differ, with the rank of each."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
 def _failed(what: str, error: RankError, backend: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,43 +137,37 @@ def find_nccl_ep() -> NcclEpLibrary | None:
     return installed[0] if installed else None
 
 
+# The packages that bring one, in the order of choice -> their folder, where the library may be in
+# it, and what the names of their distributions begin with.  transformer-engine has it in the same
+# place for CUDA 12 and 13: first of a wheel, then of a build from source.
+PACKAGES: Mapping[str, tuple[str, tuple[str, ...], str]] = {
+    "nccl-extensions": ("nccl", ("ep/lib/cu{cuda}",), "nccl-extensions"),
+    "transformer-engine": ("transformer_engine", ("wheel_lib", "."), "transformer-engine-cu"),
+}
+
+
 def installed_nccl_eps() -> list[NcclEpLibrary]:
     """Return those that packages brought for the CUDA major version that torch is built for."""
     if torch.version.cuda is None:
         return []
     major = torch.version.cuda.partition(".")[0]
-    found = (find(major) for find in PACKAGES.values())
+    found = (_of_package(name, major) for name in PACKAGES)
     return [library for library in found if library is not None]
 
 
-def _of_nccl_extensions(cuda_major: str) -> NcclEpLibrary | None:
-    for folder in search.package_folders("nccl"):
-        path = folder / "ep" / "lib" / f"cu{cuda_major}" / "libnccl_ep.so"
-        if path.is_file():
-            owner = search.distribution(folder.parent, "nccl-extensions")
-            return _read(path, f"package {owner or 'nccl'}", "nccl-extensions")
-    return None
-
-
-def _of_transformer_engine(cuda_major: str) -> NcclEpLibrary | None:
-    for folder in search.package_folders("transformer_engine"):
-        for place in (folder / "wheel_lib", folder):  # of a wheel, and of a build from source
-            path = place / "libnccl_ep.so"
+def _of_package(package: str, cuda: str) -> NcclEpLibrary | None:
+    """The library of one of PACKAGES for this major version of CUDA."""
+    top, places, owner = PACKAGES[package]
+    for folder in search.package_folders(top):
+        for place in places:
+            path = folder / place.format(cuda=cuda) / "libnccl_ep.so"
             if not path.is_file():
                 continue
-            owner = search.distribution(folder.parent, "transformer-engine-cu")
-            found = _read(path, f"package {owner or 'transformer-engine'}", "transformer-engine")
-            # The packages for CUDA 12 and 13 have it in the same place.
-            if found.cuda is None or found.cuda.partition(".")[0] == cuda_major:
+            name = search.distribution(folder.parent, owner) or package
+            found = _read(path, f"package {name}", package)
+            if found.cuda is None or found.cuda.partition(".")[0] == cuda:
                 return found
     return None
-
-
-# The packages that bring one -> the function that looks for it, in the order of choice.
-PACKAGES: Mapping[str, Callable[[str], NcclEpLibrary | None]] = {
-    "nccl-extensions": _of_nccl_extensions,
-    "transformer-engine": _of_transformer_engine,
-}
 
 
 def _read(path: Path, found: str, package: str | None = None) -> NcclEpLibrary:

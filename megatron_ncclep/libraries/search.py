@@ -75,7 +75,7 @@ def find_nccl() -> Library | None:
         return loaded or packaged_nccl() or system_nccl()
     if loaded is not None and chosen.resolve() == loaded.path:
         return Library(chosen, loaded.version, "NCCLEP_NCCL_LIBRARY, loaded in this process")
-    return Library(chosen, _probe(chosen).version, "NCCLEP_NCCL_LIBRARY")
+    return Library(chosen, _probe(chosen)[0], "NCCLEP_NCCL_LIBRARY")
 
 
 def loaded_nccl() -> Library | None:
@@ -105,16 +105,14 @@ def packaged_nccl() -> Library | None:
         path = folder / "nccl" / "lib" / NCCL
         if path.is_file():
             owner = distribution(folder.parent, "nvidia-nccl-")
-            return Library(path, _probe(path).version, f"package {owner or 'nvidia'}")
+            return Library(path, _probe(path)[0], f"package {owner or 'nvidia'}")
     return None
 
 
 def system_nccl() -> Library | None:
     """Return the NCCL that the system's loader finds by its name alone, or None."""
-    probe = _probe(NCCL)
-    if probe.path is None:
-        return None
-    return Library(probe.path, probe.version, "the system's loader")
+    version, path = _probe(NCCL)
+    return None if path is None else Library(path, version, "the system's loader")
 
 
 def nccl_package() -> str:
@@ -141,14 +139,6 @@ def mapped_file(maps: str, address: int) -> Path | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """The findings of another process that opened a library; all None if it could not."""
-
-    version: Version | None = None
-    path: Path | None = None
-
-
 # Prints ncclGetVersion's code and address, then the process's maps.
 _PROBE = """
 import ctypes, sys
@@ -161,8 +151,8 @@ print(open("/proc/self/maps").read())
 """
 
 
-def _probe(library: Path | str) -> _Probe:
-    """Ask a libnccl.so.2 for its version, in a separate process.
+def _probe(library: Path | str) -> tuple[Version | None, Path | None]:
+    """Ask a libnccl.so.2 for its version and its path, in a separate process; None if it fails.
 
     If it were opened here, even with RTLD_LOCAL, it would become the libnccl.so.2 of this process:
     the loader answers every later request for that name with the library that it has, so torch
@@ -177,12 +167,12 @@ def _probe(library: Path | str) -> _Probe:
             timeout=PROBE_DEADLINE_S,
         )
     except subprocess.TimeoutExpired:
-        return _Probe()
+        return None, None
     if done.returncode != 0:  # no such library, or one with missing dependencies
-        return _Probe()
+        return None, None
     answer, _, maps = done.stdout.partition("\n")
     code, address = map(int, answer.split())
-    return _Probe(nccl_version(code) if code >= 0 else None, mapped_file(maps, address))
+    return nccl_version(code) if code >= 0 else None, mapped_file(maps, address)
 
 
 # --- the compiler -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -46,24 +46,10 @@ class ExpertInputs:
     topk_weights: torch.Tensor
 
 
-class Mode(Protocol):
-    """One layer's call at a time: a dispatch, then its combine."""
-
-    def dispatch(self, tokens: Tokens) -> Callable[[], ExpertInputs]:
-        """Send this rank's tokens; returns a function that waits for the others'.  Collective."""
-        ...
-
-    def combine(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send back a row [num_rows, hidden] for each of the inputs.  Collective.
-
-        Returns:
-            a function that waits for the other ranks, and returns [num_tokens, hidden].
-        """
-        ...
-
-
 class FewTokens:
     """A `LowLatency` object: no host waits, addresses stay, and so CUDA graphs can hold it.
+
+    One layer's call at a time: a dispatch, then its combine.
 
     Rows are [num_ranks * max_tokens, hidden], one for each token that has an expert here.
     Assignments of other ranks, and all assignments of empty rows, name an expert of another rank:
@@ -75,12 +61,16 @@ class FewTokens:
         self._calls, self._num_experts = calls, num_experts
 
     def dispatch(self, tokens: Tokens) -> Callable[[], ExpertInputs]:
-        """See `Mode.dispatch`."""
+        """Send this rank's tokens; returns a function that waits for the others'.  Collective."""
         self._calls.send_dispatch(tokens.x, tokens.topk_idx, tokens.weights, tokens.scales)
         return lambda: self._inputs(self._calls.complete_dispatch())
 
     def combine(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `Mode.combine`."""
+        """Send back a row [num_rows, hidden] for each of the inputs.  Collective.
+
+        Returns:
+            a function that waits for the other ranks, and returns [num_tokens, hidden].
+        """
         sizes = self._calls.sizes
         self._calls.send_combine(rows.view(-1, sizes.max_tokens, sizes.hidden))
         return self._calls.complete_combine
@@ -121,7 +111,7 @@ class ManyTokens:
         self._plan: RoutePlan | None = None
 
     def dispatch(self, tokens: Tokens) -> Callable[[], ExpertInputs]:
-        """See `Mode.dispatch`."""
+        """See `FewTokens.dispatch`."""
         engine, x, scales = self._engine, tokens.x, tokens.scales
         plan = self._plan = engine.plan(tokens.topk_idx)
         sent = x if scales is None else pack_rows(x, scales)
@@ -140,11 +130,14 @@ class ManyTokens:
         return lambda: inputs
 
     def combine(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See `Mode.combine`."""
+        """See `FewTokens.combine`."""
         assert self._plan is not None
         out, _ = self._engine.combine(self._plan, rows)
         self._plan = None
         return lambda: out
+
+
+Mode = FewTokens | ManyTokens
 
 
 class Modes:

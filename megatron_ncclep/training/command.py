@@ -31,65 +31,32 @@ NEEDED = ("megatron.core", "matplotlib", "numpy", "psutil")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ncclep train`."""
-    parser.add_argument(
-        "--model",
-        default="tiny",
-        metavar="NAME_OR_PATH",
-        help=f"model file: {', '.join(config_files.names('model'))}, or a path that ends in .yaml "
-        "(default: tiny)",
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change values of the model file, such as --set num-layers=2 lr=1e-3",
-    )
-    parser.add_argument("--steps", type=int, help="optimizer steps (the file's train-iters)")
-    parser.add_argument("--seed", type=int, help="seed of weights and data order (the file's seed)")
-    parser.add_argument(
-        "--dispatcher", choices=DISPATCHERS, default="ncclep", help="default: ncclep"
-    )
-    parser.add_argument(
-        "--compare",
-        choices=DISPATCHERS,
-        help="also train with this dispatcher, and plot both",
-    )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATH",
-        help="text files or folders, or the prefix of a Megatron .bin/.idx pair",
-    )
-    parser.add_argument(
-        "--out", default="runs/train", help="folder for the results (default: runs/train)"
-    )
-    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --out")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run in --out")
-    parser.add_argument(
-        "--ranks", type=int, help=f"processes to start (default: {DEFAULT_RANKS}, or torchrun's)"
-    )
-    parser.add_argument(
-        "--expert-parallel", type=int, help="ranks that share the experts (default: all)"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto (the default) uses the GPUs if there are any",
-    )
-    parser.add_argument(
-        "--save-every", type=int, default=100, help="steps between checkpoints (default: 100)"
-    )
-    parser.add_argument(
-        "--exit-at-step", type=int, help="write a checkpoint and stop after this step"
-    )
-    parser.add_argument(
-        "--print-every", type=int, default=10, help="steps between printed lines (default: 10)"
-    )
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    models = ", ".join(config_files.names("model"))
+    model_help = f"model file: {models}, or a path that ends in .yaml (default: tiny)"
+    add("--model", default="tiny", metavar="NAME_OR_PATH", help=model_help)
+    change_help = "change values of the model file, such as --set num-layers=2 lr=1e-3"
+    add("--set", metavar="NAME=VALUE", help=change_help, **several)
+    add("--steps", type=int, help="optimizer steps (the file's train-iters)")
+    add("--seed", type=int, help="seed of weights and data order (the file's seed)")
+    add("--dispatcher", choices=DISPATCHERS, default="ncclep", help="default: ncclep")
+    add("--compare", choices=DISPATCHERS, help="also train with this dispatcher, and plot both")
+    text_help = "text files or folders, or the prefix of a Megatron .bin/.idx pair"
+    add("--text", metavar="PATH", help=text_help, **several)
+    add("--out", default="runs/train", help="folder for the results (default: runs/train)")
+    add("--resume", action="store_true", help="resume from the checkpoint in --out")
+    add("--overwrite", action="store_true", help="replace the run in --out")
+    ranks_help = f"processes to start (default: {DEFAULT_RANKS}, or torchrun's)"
+    add("--ranks", type=int, help=ranks_help)
+    add("--expert-parallel", type=int, help="ranks that share the experts (default: all)")
+    device_help = "auto (the default) uses the GPUs if there are any"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device_help)
+    add("--save-every", type=int, default=100, help="steps between checkpoints (default: 100)")
+    add("--exit-at-step", type=int, help="write a checkpoint and stop after this step")
+    add("--print-every", type=int, default=10, help="steps between printed lines (default: 10)")
+    # For the ranks that this command starts.
+    add("--is-prepared", action="store_true", help=argparse.SUPPRESS)
     add_option_arguments(parser)
 
 
@@ -154,7 +121,7 @@ def _start_ranks(job: Job, argv: list[str], reports: Path, lock: int) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(job.ranks), "--log-dir", str(reports)]
-    command += ["-m", "megatron_ncclep", *argv]
+    command += ["-m", "megatron_ncclep", *argv, "--is-prepared"]
     print(f"starting {job.ranks} ranks, which takes a few seconds", flush=True)
     # torchrun and its ranks start with Ctrl-C blocked; only this process acts on it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -29,6 +29,7 @@ class Job:
     Attributes:
         changes: argument name -> value, overriding the model file: --set, --steps and --seed.
         options: options of the ncclep dispatcher from the command line.
+        is_prepared: the command that has started this rank has done that, and holds the lock.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Job:
     save_every: int
     exit_at_step: int | None
     print_every: int
+    is_prepared: bool
 
     @classmethod
     def of(cls, args: argparse.Namespace, world_size: int | None) -> Job:
@@ -140,14 +142,10 @@ class Job:
             InputError: wrong settings or text, `out` holds a run and the job does not say what to
                 do with it, or another run is writing there.
         """
-        import psutil  # type: ignore[import-untyped]
-
         settings = self.settings()
         if "ncclep" in self.dispatchers():
             EpConfig.resolve(**self.options)
-        # The command that started this rank has done the same before, and holds the lock.
-        parents = [process.pid for process in psutil.Process().parents()]
-        with folder_lock.held(Path(self.out), parents) as lock:
+        with folder_lock.held(Path(self.out)) as lock:
             self._prepare(settings)
             yield lock
 

@@ -19,7 +19,6 @@ from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.logs import remarks_hidden
 from megatron_ncclep.ranks import topology
-from megatron_ncclep.ranks.group import EpGroup
 from megatron_ncclep.training import checkpoint, corpus, data, log, report
 from megatron_ncclep.training.job import Job
 from megatron_ncclep.training.model import TrainedModel, seed_everything, transformer_config
@@ -28,13 +27,14 @@ from megatron_ncclep.training.model import TrainedModel, seed_everything, transf
 def run(job: Job) -> None:
     """Train with each of the job's dispatchers and write the results.  Collective.
 
-    `job` is the same on every rank; rank 0 prepares it, which is quick if it was prepared before.
+    `job` is the same on every rank; rank 0 prepares it, unless that was done.
     """
     interruption = Interruption()
     with remarks_hidden():
         device = _start(job)
         try:
-            with job.prepared() if dist.get_rank() == 0 else contextlib.nullcontext():
+            prepares = dist.get_rank() == 0 and not job.is_prepared
+            with job.prepared() if prepares else contextlib.nullcontext():
                 dist.barrier()
                 done = all(
                     Training(job, name, device, interruption).run() for name in job.dispatchers()
@@ -46,7 +46,7 @@ def run(job: Job) -> None:
             # and waits for that one.
             barrier = dist.barrier(async_op=True)
             barrier.wait()
-            _close_expert_group()
+            megatron_ncclep.close()  # while all ranks are still running
         finally:
             dist.destroy_process_group()
 
@@ -71,13 +71,6 @@ class Interruption:
         came = torch.tensor([float(self.came)], device=device)
         dist.all_reduce(came)
         return came.item() > 0
-
-
-def _close_expert_group() -> None:
-    """Release the engines while all ranks are still running.  Collective."""
-    from megatron.core import parallel_state
-
-    EpGroup.of(parallel_state.get_expert_model_parallel_group()).close()
 
 
 def _start(job: Job) -> torch.device:

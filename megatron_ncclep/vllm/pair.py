@@ -6,7 +6,6 @@ This module imports vLLM; of this package, only a hook imports it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -63,7 +62,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self._group, self._moe = group, moe
         self._num_experts: int = moe.num_experts
-        self._payload = Payload(None, 0)
+        self._num_scales = 0  # of a row as it is dispatched
         self._modes: Modes | None = None
         self._mode: Mode | None = None  # between prepare and finalize
 
@@ -74,13 +73,13 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             as `Modes`.
         """
         moe = self._moe
-        self._payload = payload_of(
+        payload, self._num_scales = payload_of(
             fused_experts.quant_config, moe.hidden_dim, fused_experts.expects_unquantized_inputs
         )
         self._modes = Modes(
             self._group, VLLM, self._num_experts, moe.num_local_experts, hidden=moe.hidden_dim,
             top_k=moe.experts_per_token, dtype=moe.in_dtype,
-            payload=self._payload.dtype, num_scales=self._payload.num_scales,
+            payload=payload, num_scales=self._num_scales,
         )  # fmt: skip
         self._reserve_workspace(fused_experts)
 
@@ -184,7 +183,7 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
         scales = None
-        if self._payload.num_scales:
+        if self._num_scales:
             a1, scales = moe_kernel_quantize_input(
                 a1,
                 quant_config.a1_scale,
@@ -257,23 +256,20 @@ class NcclEpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return receive
 
 
-@dataclass(frozen=True)
-class Payload:
-    """How rows are dispatched: as they are (`dtype` None), or quantised in blocks."""
-
-    dtype: torch.dtype | None
-    num_scales: int
-
-
-def payload_of(quant_config: Any, hidden: int, defer_input_quant: bool) -> Payload:
+def payload_of(
+    quant_config: Any, hidden: int, defer_input_quant: bool
+) -> tuple[torch.dtype | None, int]:
     """Choose how rows are dispatched for a layer's experts.
+
+    Returns:
+        their dtype and the number of their scales; None and 0: as they are.
 
     Raises:
         InputError: the experts need rows that would have to be quantised after the dispatch, where
             empty rows are undefined.
     """
     if quant_config is None or quant_config.quant_dtype is None or defer_input_quant:
-        return Payload(None, 0)
+        return None, 0
     if quant_config.quant_dtype != torch.float8_e4m3fn or quant_config.block_shape is None:
         raise InputError(
             f"experts with inputs of {quant_config.quant_dtype} in blocks of "
@@ -281,7 +277,7 @@ def payload_of(quant_config: Any, hidden: int, defer_input_quant: bool) -> Paylo
             "and float8_e4m3fn in blocks; "
             "choose experts that quantise themselves, or another --all2all-backend"
         )
-    return Payload(quant_config.quant_dtype, -(-hidden // quant_config.block_shape[1]))
+    return quant_config.quant_dtype, -(-hidden // quant_config.block_shape[1])
 
 
 def tokens_of_ranks() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,6 @@ from benchmarks import plot
 from benchmarks.flops import flops_per_token
 from benchmarks.plot import draw
 from benchmarks.table import render
-from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.result import ShapeResult
 from megatron_ncclep.benchmark.shapes import Workload, tables_of
@@ -189,7 +189,7 @@ PNG = b"\x89PNG"
 
 def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "bench.json"
-    results.save(sample_result(), source)
+    source.write_text(json.dumps(sample_result()))
     assert plot.main([str(source)]) == 0
     assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
     assert capsys.readouterr().out.strip() == str(tmp_path / "bench.png")

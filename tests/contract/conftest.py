@@ -32,11 +32,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Path or name of each libnccl.so.2 that can be opened -> its ncclGetVersion."""
     codes: dict[str, int] = {}
 
-    def probe(library: Path | str) -> search._Probe:
+    def probe(library: Path | str) -> tuple[search.Version | None, Path | None]:
         name = str(library)
         path = Path(name if "/" in name else f"/usr/lib/{name}")
-        known = name in codes
-        return search._Probe(search.nccl_version(codes[name]), path) if known else search._Probe()
+        return (search.nccl_version(codes[name]), path) if name in codes else (None, None)
 
     monkeypatch.setattr(search, "_probe", probe)
     return codes

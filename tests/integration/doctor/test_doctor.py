@@ -211,7 +211,7 @@ def test_ranks_that_fail_are_a_problem() -> None:
         asked.append(number := len(asked) + 1)
         if number == 3:
             raise RankError("--- rank 2 ---\nTraceback\nPeerError: rank 2 is late")
-        answer = choice.Answer("reference", dict.fromkeys(ENGINES, None))
+        answer = {"engine auto": "takes reference"}
         return [answer] * number + [None] * (4 - number)
 
     *found, failure = choice.answers_of_ranks(4, "nccl", receive)
