@@ -95,8 +95,14 @@ class Training(Model):
         )
         return state
 
+    def save(self, folder: Path, **how: Any) -> Any:
+        """Write `state` into `folder`, which exists.  Collective."""
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.save(self.state(is_loading=False), str(folder), **how)
+
     def load(self, folder: Path) -> None:
-        """Take weights and the optimizer's state from a `state` that was saved in `folder`."""
+        """Take weights and the optimizer's state from what `save` wrote to `folder`."""
         from megatron.core import dist_checkpointing
 
         for _ in range(2):  # the optimizer has a state from its first step on; steps are not stored

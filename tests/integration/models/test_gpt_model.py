@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron_setup import selective
 from on_ranks import gathered
 from rank_pool import RankContext
 from trainer import ModelCase, differences, train
@@ -21,10 +22,6 @@ from trainer import ModelCase, differences, train
 from megatron_ncclep.engines.reference.engine import ReferenceEngine
 
 pytestmark = pytest.mark.each_release
-
-
-def selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def full(method: str) -> dict[str, Any]:

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, log_calls, make_config
+from megatron_setup import (
+    BATCH,
+    HIDDEN,
+    SEQUENCE,
+    build_layer,
+    drawn,
+    initialize,
+    log_calls,
+    make_config,
+)
 from rank_pool import RankContext
 from trainer import ModelCase, differences, train
 
@@ -21,23 +30,15 @@ from megatron_ncclep.config import EpConfig
 pytestmark = pytest.mark.each_release
 
 
-def case_of(name: str, ep: int = 2, **fields: Any) -> ModelCase:
-    fields = {"dtype": torch.bfloat16, "micro_batches": 3, **fields}
-    return ModelCase(name, fields.pop("options", {}), ep=ep, **fields)
-
-
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "micro_batches": 3}
+# It gets its rows as they come.
+ONE_EXPERT = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32}
+STATIC = {"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")}
 CASES = [
-    case_of("several-experts"),
-    # It gets its rows as they come.
-    case_of(
-        "one-expert",
-        ep=4,
-        options={"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 32},
-    ),
-    case_of(
-        "grouped-static", options={"ncclep": EpConfig(experts="grouped", max_recv_rows="worst")}
-    ),
-    case_of("pipeline", pp=2, micro_batches=4),
+    ModelCase("several-experts", **BF16),
+    ModelCase("one-expert", ONE_EXPERT, **BF16, ep=4),
+    ModelCase("grouped-static", STATIC, **BF16),
+    ModelCase("pipeline", dtype=torch.bfloat16, pp=2, micro_batches=4),
 ]
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 
@@ -56,13 +57,12 @@ def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> N
     """With overlap_dispatch_backward_with_experts_wgrad Megatron starts them on a stream of their
     own, once the combine of gradients is queued.
     """
-    initialize(ep=4)
     import megatron.core
 
     found: list[dict[str, torch.Tensor]] = []
     order: list[str] = []
     for is_delayed in (False, True):
-        torch.manual_seed(1)
+        initialize(ep=4)
         config = make_config("ncclep", torch.float32, 4)
         # Set after validation, which wants TransformerEngine: its experts alone delay anything.
         config.overlap_dispatch_backward_with_experts_wgrad = is_delayed
@@ -71,12 +71,11 @@ def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> N
             engine = layer.token_dispatcher.engine
             for owner, name in ((engine, "dispatch"), (engine, "combine"), (layer, "backward_dw")):
                 log_calls(order, owner, name, name)
-        generator = torch.Generator().manual_seed(ctx.rank)
-        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, requires_grad=True)
+        hidden = drawn(ctx.rank, SEQUENCE, BATCH, HIDDEN).requires_grad_()
         out, _ = layer(hidden)
         out.square().sum().backward()
-        results = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        found.append({**results, "output": out.detach(), "input": hidden.grad})
+        found.append({name: p.grad for name, p in layer.named_parameters()})
+        found[-1] |= {"output": out.detach(), "input": hidden.grad}
     assert differences(*found) == []
     steps = ["dispatch", "combine", "dispatch", "combine", "backward_dw"]
     knows_it = not megatron.core.__version__.startswith(("0.16", "0.17"))
