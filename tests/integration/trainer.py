@@ -370,6 +370,9 @@ def differences(
         mine = found[name]
         if mine is None or not value.numel():
             continue  # of a rank without tokens
+        if mine.shape != value.shape:
+            problems.append(f"{name} is {list(mine.shape)}")
+            continue
         error = (mine - value).abs().max().item()
         # Not so where one of them is NaN.
         if not error <= tolerance * max(least, value.abs().max().item()):

@@ -11,9 +11,9 @@ from adapter_libraries import TEGroupedLinear, _GroupedExpertAdapterWeight, rand
 from test_grouped_linear import IN, OUT, SIZES, Problem
 from torch import Tensor, nn
 
-from megatron_ncclep.integration.experts import grouped_linear
 from megatron_ncclep.integration.experts.adapter_product import _stack, add_adapter
 from megatron_ncclep.integration.experts.adapters import Adapter, weights_in
+from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
 RANK, SCALE = 5, 0.75  # a rank that no grouped GEMM on a GPU accepts
@@ -108,32 +108,36 @@ def check(problem: Problem, a: str, b: str, last_first: bool, dtype: torch.dtype
 
 
 def test_rows_are_kept_for_who_needs_them() -> None:
-    """Frozen weights kept the rows of every layer of experts until backward."""
+    """Frozen weights kept the rows of every layer of experts until backward.  Rows that are made
+    again are freed after forward, and made once in backward.
+    """
     problem = Problem((16, 0, 32), 0, torch.float32)
-    kept: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.data_ptr())
-        return tensor
-
-    rows = problem.rows.requires_grad_()
-    for trained in (False, True):
-        for weight in problem.weights:
-            weight.requires_grad_(trained)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            grouped_linear.grouped_linear(rows, problem.offsets, problem.weights, GradientTarget())
-        assert (rows.data_ptr() in kept) == trained
-    kept.clear()
+    rows, offsets = problem.rows.requires_grad_(), problem.offsets
     adapter = Adapter(*(factor("packed", 3, *shape, rows) for shape in SHAPES), SCALE, 0.0, False)
-    plain = torch.zeros(len(rows), OUT)
+
+    def linear(make: Any) -> Tensor:
+        return grouped_linear(rows, offsets, problem.weights, GradientTarget(), make)
+
+    def adapted(make: Any) -> Tensor:
+        plain = torch.zeros(len(rows), OUT)
+        return add_adapter(plain, rows, offsets, adapter, False, make)
+
+    factors = weights_in([*adapter.a, *adapter.b])
+    for run, weights in ((linear, problem.weights), (adapted, factors)):
+        found = []
+        for makes_rows in (False, True):
+            kept, make_rows = list[int](), mock.Mock(side_effect=problem.rows.detach)
+            keep = lambda tensor, kept=kept: kept.append(tensor.data_ptr()) or tensor  # noqa: E731
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                out = run(make_rows if makes_rows else None)
+            assert (rows.data_ptr() in kept) == (not makes_rows)
+            assert not make_rows.called
+            found.append(torch.autograd.grad(out, weights, problem.grad))
+            assert make_rows.call_count == makes_rows
+        assert all(map(torch.equal, *found))
+    for weight in problem.weights:
+        weight.requires_grad_(False)
+    kept.clear()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        again = add_adapter(plain, rows, problem.offsets, adapter, False, problem.rows.detach)
+        linear(None)
     assert rows.data_ptr() not in kept
-    again.backward(problem.grad)
-    first = [weight.grad.clone() for weight in weights_in([*adapter.a, *adapter.b])]
-    for weight in weights_in([*adapter.a, *adapter.b]):
-        weight.grad = None
-    out = add_adapter(torch.zeros(len(rows), OUT), rows, problem.offsets, adapter, False)
-    out.backward(problem.grad)
-    found = [weight.grad for weight in weights_in([*adapter.a, *adapter.b])]
-    assert all(map(torch.equal, found, first))

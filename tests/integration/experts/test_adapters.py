@@ -148,27 +148,6 @@ def test_recomputed_activations(ctx: RankContext, name: str) -> None:
     assert activate.call_count == 4 * (2 + name.endswith("trained"))
 
 
-def test_weights_that_are_still_on_their_way(ctx: RankContext) -> None:
-    """With overlap_param_gather a hook of DDP's on each module waits for its weights; those of
-    adapters would be the last step's.
-    """
-    called: list[str] = []
-
-    def change_layer(layer: Any, seen: Any) -> None:
-        ADAPTED["shared"][1].make(layer, seen)
-        for name, module in layer.experts.named_modules():
-            if module._parameters:
-                hook = lambda module, inputs, name=name: called.append(name)  # noqa: E731
-                hook.__qualname__ = "DistributedDataParallel._make_forward_pre_hook.<locals>.hook"
-                module.register_forward_pre_hook(hook)
-
-    options = {"linears": TEGroupedLinear, **SWIGLU}
-    train(Change(change_layer), GROUPED, "cpu", False, ctx.rank, **options)
-    parts = ("to_wrap", "adapter.linear_in", "adapter.linear_out")
-    once = [f"linear_{fc}.{part}" for fc in ("fc1", "fc2") for part in parts]
-    assert sorted(called) == sorted(2 * once)
-
-
 class FineTuning(Training):
     """A model whose experts are frozen and have adapters."""
 
@@ -179,7 +158,11 @@ class FineTuning(Training):
 
 
 def test_fine_tuning(ctx: RankContext) -> None:
-    """With the distributed optimizer and all overlaps, losses are those of Megatron's experts."""
+    """With the distributed optimizer and all overlaps, losses are those of Megatron's experts.
+
+    With overlap_param_gather a hook of DDP's on each module waits for its weights; those of
+    adapters would be the last step's.
+    """
     curves = {}
     for experts in ("megatron", "grouped"):
         options = {"ncclep": EpConfig(experts=experts), **SWIGLU}

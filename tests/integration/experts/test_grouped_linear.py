@@ -76,26 +76,6 @@ def test_one_product_for_each_expert(
         assert torch.equal(weight.grad, expected)
 
 
-def test_rows_made_again() -> None:
-    """The rows are freed after forward, and made once in backward."""
-    kept, again = (Problem((16, 0, 32), 16, torch.float32) for _ in range(2))
-    kept.run()
-    made = []
-
-    def make() -> Tensor:
-        made.append(1)
-        return again.rows
-
-    rows = again.rows.clone().requires_grad_()
-    output = grouped_linear(rows, again.offsets, again.weights, GradientTarget(), make)
-    assert made == []
-    assert output.grad_fn.saved_tensors[0] is None
-    output.backward(again.grad)
-    assert made == [1]
-    for weight, other in zip(again.weights, kept.weights, strict=True):
-        assert torch.equal(weight.grad, other.grad)
-
-
 # ---- main_grad
 
 

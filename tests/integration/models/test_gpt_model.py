@@ -28,20 +28,14 @@ def full(method: str) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
 
 
+SHARED = {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}
 # What backward computes again, and how many plans all layers then make in a micro-batch.
 RECOMPUTE = {
     "nothing": ({}, 2),
     "moe": (selective("moe"), 4),
     "older-name": ({"moe_layer_recompute": True}, 4),
     # A dense layer before one of experts.
-    "around-the-dispatch": (
-        {
-            **selective("core_attn", "mlp", "shared_experts"),
-            "moe_layer_freq": [0, 1],
-            "moe_shared_expert_intermediate_size": 32,
-        },
-        1,
-    ),
+    "around-the-dispatch": (SHARED | selective("core_attn", "mlp", "shared_experts"), 1),
     "full-uniform": (full("uniform"), 4),
     "full-block": (full("block"), 3),  # the first layer only
 }
