@@ -119,13 +119,13 @@ class _Adapter(nn.Module):
         return rows * (self.alpha / self.dim)
 
 
-def one_for_all(into: int, out: int, config: Any, like: torch.Tensor, is_shared: bool) -> nn.Module:
+def one_for_all(sizes: tuple[int, int], config: Any, like: Any, is_shared: bool) -> nn.Module:
     """A factor of one expert, or `is_shared` by all experts: then ranks add up its gradients."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     linear: nn.Module = ColumnParallelLinear(
-        into, out, config=config, bias=False, gather_output=True, is_expert=True,
+        *sizes, config=config, bias=False, gather_output=True, is_expert=True,
         init_method=lambda values: nn.init.normal_(values, std=0.3),
     ).to(like.device, like.dtype)  # fmt: skip
     if is_shared:
@@ -163,7 +163,7 @@ class ParallelLinearAdapter(_Adapter):
     ) -> None:
         out, into = weight.shape
         sizes = (into, rank), (rank, out)
-        factors = [one_for_all(*size, config, weight, is_shared) for size in sizes]
+        factors = [one_for_all(size, config, weight, is_shared) for size in sizes]
         super().__init__(factors, config, rank=rank, **more)
 
     def forward(self, rows: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -194,7 +194,7 @@ class SharedOuterGroupedExpertAdapter(_Adapter):
     def __init__(self, number: int, weight: Any, config: Any, is_fc1: bool, **more: Any) -> None:
         out, into = weight.shape
         sizes = (into, RANK) if is_fc1 else (RANK, out)
-        shared = one_for_all(*sizes, config, weight, is_shared=True)
+        shared = one_for_all(sizes, config, weight, is_shared=True)
         shape = (number, out, RANK) if is_fc1 else (number, RANK, into)
         of_each = one_for_each(*shape, like=weight)
         super().__init__((shared, of_each) if is_fc1 else (of_each, shared), config, **more)

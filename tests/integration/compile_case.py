@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, drawn, new_layer
 from rank_pool import RankContext
-from trainer import Results, differences
+from trainer import differences
 
 STEPS = 5
 
@@ -55,7 +55,7 @@ def assert_compiles(
     graphs: list[Any] = []
     num_graphs: list[int] = []  # after each step
     traced: list[bool] = []
-    results: list[Results] = []
+    results: list[dict[str, Any]] = []
     said = mock.Mock(level=logging.NOTSET)
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -81,7 +81,7 @@ def assert_compiles(
             engine = layer.token_dispatcher.engine
             for name in ("plan", "dispatch", "combine"):
                 setattr(engine, name, watch(getattr(engine, name)))
-            found: Results = {}
+            found: dict[str, Any] = {}
             for step in range(STEPS):
                 hidden = drawn(10 * step + ctx.rank, SEQUENCE, BATCH, HIDDEN)
                 hidden = hidden.to(ctx.device, compiler.dtype)
