@@ -1,5 +1,5 @@
 """Stand-ins for the adapters (LoRA) of Megatron-Bridge 0.6.2 and mcore-bridge 1.6.5: their classes'
-names, attributes and results.  tests/integration/experts/test_bridge_adapters.py has the former.
+names, attributes and results.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
 """Adapters on experts: grouped ones gave a layer with any adapter to Megatron's experts, so that
 those who fine-tune with LoRA had none of their speed, and no CUDA graphs of the experts.
+
+Most adapters are stand-ins for those of the libraries.  Where Megatron-Bridge is installed (`pip
+install --no-deps megatron-bridge`, hydra-core), its own are tested on Megatron's experts; those on
+TransformerEngine's are in tests/gpu/test_gpu_adapters.py.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 from unittest import mock
 
@@ -13,6 +18,7 @@ from adam_training import SAME, Training
 from adapted_experts import ADAPTED, change, of_bridge, wrap
 from adapter_libraries import TEGroupedLinear
 from changed_experts import THEIRS, Change, copy_experts, train
+from installed_bridge import PACKAGE, import_lora, needs_bridge, without_init
 from megatron_setup import HIDDEN, SWIGLU, build_layer, initialize, make_config, selective
 from rank_pool import RankContext
 from torch_products import TorchProducts
@@ -23,7 +29,7 @@ from megatron_ncclep.integration.experts import expert_stack
 
 GROUPED = EpConfig(experts="grouped")
 # In fp64, of the largest value: products are scaled and added up in other places, sums of 32 terms
-# at most.  test_adapter_product.py has the other dtypes.
+# at most.  test_grouped_linear.py has the other dtypes.
 CLOSE = 1e-13
 # quack-kernels' products, which torch computes here.
 PRODUCTS = {"_has_products": True, "_products": TorchProducts()}
@@ -171,3 +177,22 @@ def test_fine_tuning(ctx: RankContext) -> None:
     expected = curves["megatron"]
     assert expected[-1][0] < expected[0][0]
     assert curves["grouped"] == [pytest.approx(step, rel=SAME["cpu"]) for step in expected]
+
+
+def put_on(layer: Any, seen: Any, **options: Any) -> None:
+    """Have Megatron-Bridge freeze a model and put adapters on its experts."""
+    lora = importlib.import_module(f"{PACKAGE}.peft.lora")
+    model = torch.nn.Module()
+    model.mlp = layer
+    linears = ["linear_fc1", "linear_fc2"]
+    lora.LoRA(linears, dim=4, alpha=6, lora_B_init_method="normal", **options)(model)
+
+
+@needs_bridge
+def test_megatron_bridge(ctx: RankContext) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_init(patch)
+        import_lora()
+        for options in ({}, {"normalize_moe_lora": True}):
+            adapted = Change(lambda layer, seen, o=options: put_on(layer, seen, **o))
+            compare(ctx, False, adapted)

@@ -29,6 +29,7 @@ from rank_pool import RankContext
 from trainer import differences
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import (
     EngineUnavailableError,
     GroupClosedError,
@@ -212,7 +213,6 @@ WANTED = "inference_moe_token_dispatcher_type=ncclep"
 )
 def test_what_is_refused_at_build(ctx: RankContext) -> None:
     initialize(2)
-    from megatron_ncclep.integration.inference import session
 
     def build(case: InferenceCase, **changes: Any) -> None:
         """Build a layer; `changes` come after Megatron's own validation."""
@@ -226,16 +226,9 @@ def test_what_is_refused_at_build(ctx: RankContext) -> None:
     words = r"=torch.float32: .* take only torch.bfloat16: set it"
     with pytest.raises(UnsupportedError, match=words):
         build(CASE, params_dtype=torch.float32)
-    create = session.create_engine
     for caps, words in REFUSED_ENGINES:
-
-        def less(*args: Any, caps: dict[str, Any] = caps) -> Any:
-            made = create(*args)
-            made.caps = dataclasses.replace(made.caps, **caps)
-            return made
-
         with (
-            mock.patch.object(session, "create_engine", less),
+            mock.patch.object(ReferenceEngine, "caps", dataclasses.replace(CAPS, **caps)),
             pytest.raises((InputError, EngineUnavailableError), match=words),
         ):
             # With a size of its own a layer gets its own session.
