@@ -23,12 +23,11 @@ def named(module: str, attributes: str = "") -> Any:
 
     def change(kind: Any) -> Any:
         kind.__module__ = module
-        if (own := vars(kind).get("forward")) is not None:
-            names = {**globals(), "__name__": module}
-            kind.forward = FunctionType(
-                own.__code__, names, "forward", own.__defaults__, own.__closure__
-            )
-            kind.forward.__qualname__ = own.__qualname__
+        own, names = kind.forward, {**globals(), "__name__": module}
+        kind.forward = FunctionType(
+            own.__code__, names, "forward", own.__defaults__, own.__closure__
+        )
+        kind.forward.__qualname__ = f"{kind.__name__}.forward"
         made = kind.__init__
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +104,7 @@ class _Adapter(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.linear_in, self.linear_out = factors
 
-    def low_rank(self, rows: torch.Tensor, counts: Any = None) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, counts: Any = None) -> torch.Tensor:
         if self.dropout_position == "pre":
             rows = self.dropout(rows)
         # DDP's hooks of the modules wait for their weights (overlap_param_gather).
@@ -166,9 +165,6 @@ class ParallelLinearAdapter(_Adapter):
         factors = [one_for_all(size, config, weight, is_shared) for size in sizes]
         super().__init__(factors, config, rank=rank, **more)
 
-    def forward(self, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-        return self.low_rank(rows)
-
 
 @named(
     f"{BRIDGE}.utils",
@@ -183,9 +179,6 @@ class GroupedExpertLinearAdapter(_Adapter):
         sizes = (RANK, into), (out, RANK)
         super().__init__([one_for_each(number, *s, like=weight) for s in sizes], config, **more)
 
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self.low_rank(rows, counts)
-
 
 @named(f"{BRIDGE}.utils", f"{OF_ALL} num_local_experts")
 class SharedOuterGroupedExpertAdapter(_Adapter):
@@ -199,9 +192,6 @@ class SharedOuterGroupedExpertAdapter(_Adapter):
         of_each = one_for_each(*shape, like=weight)
         super().__init__((shared, of_each) if is_fc1 else (of_each, shared), config, **more)
         self._is_fc1 = is_fc1
-
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self.low_rank(rows, counts)
 
 
 @named(f"{BRIDGE}.lora_layers")

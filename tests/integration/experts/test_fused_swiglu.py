@@ -149,20 +149,6 @@ def test_other_activations() -> None:
         assert problem in found
 
 
-def test_frozen_weights_keep_no_rows() -> None:
-    """They kept the rows of every layer of experts until backward, which had no use for them."""
-    rows, offsets = torch.zeros(16, 8, requires_grad=True), torch.tensor([16], dtype=torch.int32)
-    fc1, fc2 = torch.nn.Parameter(torch.zeros(8, 8)), torch.nn.Parameter(torch.zeros(8, 4))
-    layer = (rows, torch.ones(16), offsets, [fc1], [fc2])
-    for trained in (True, False):
-        fc1.requires_grad_(trained)
-        kept: list[int] = []
-        keep = lambda tensor, kept=kept: kept.append(tensor.data_ptr())  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
-            fused_swiglu.swiglu_experts(*layer, TorchProducts(), GradientTarget())  # type: ignore[arg-type]
-        assert (rows.data_ptr() in kept) == trained
-
-
 @pytest.mark.parametrize("ends", [[4, 4, 12], [12]], ids=["three", "one"])
 def test_room_for_an_adapters_factor(ends: list[int]) -> None:
     """Backward of fc2 reads the factor behind each expert's weights; writing it there is no change

@@ -11,11 +11,13 @@ import pytest
 import torch
 from adapter_libraries import TEGroupedLinear, _GroupedExpertAdapterWeight, each_expert, random
 from torch import Tensor, nn
+from torch_products import TorchProducts
 
 from megatron_ncclep.integration.experts import grouped_gemm, main_grad
 from megatron_ncclep.integration.experts.adapter_product import _stack, add_adapter
 from megatron_ncclep.integration.experts.adapters import Adapter, weights_in
 from megatron_ncclep.integration.experts.expert_stack import stack_of, view_of
+from megatron_ncclep.integration.experts.fused_swiglu import swiglu_experts
 from megatron_ncclep.integration.experts.grouped_linear import grouped_linear
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
@@ -284,7 +286,7 @@ def of_blocks(modules: list[nn.Module], number: int, last_first: bool) -> list[T
 
 
 def assert_near(found: Tensor, expected: Tensor, close: float) -> None:
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    largest = expected.detach().abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=close * largest)
 
 
@@ -344,36 +346,44 @@ def check(problem: Problem, a: str, b: str, last_first: bool, dtype: torch.dtype
 
 
 def test_rows_are_kept_for_who_needs_them() -> None:
-    """Frozen weights kept the rows of every layer of experts until backward.  Rows that are made
-    again are freed after forward, and made once in backward.
+    """Frozen weights kept the rows of every layer of experts until backward, with quack-kernels
+    too.  Rows that are made again are freed after forward, and made once in backward.
     """
     problem = Problem((16, 0, 32), 0, torch.float32)
-    rows, offsets = problem.rows.requires_grad_(), problem.offsets
+    rows, offsets, target = problem.rows.requires_grad_(), problem.offsets, GradientTarget()
     adapter = Adapter(*(factor("packed", 3, *shape, rows) for shape in SHAPES), SCALE, 0.0, False)
+    fc2 = [nn.Parameter(torch.zeros(IN, OUT // 2)) for _ in problem.weights]
 
     def linear(make: Any) -> Tensor:
-        return grouped_linear(rows, offsets, problem.weights, GradientTarget(), make)
+        return grouped_linear(rows, offsets, problem.weights, target, make)
 
     def adapted(make: Any) -> Tensor:
-        plain = torch.zeros(len(rows), OUT)
-        return add_adapter(plain, rows, offsets, adapter, False, make)
+        return add_adapter(torch.zeros(len(rows), OUT), rows, offsets, adapter, False, make)
 
-    factors = weights_in([*adapter.a, *adapter.b])
-    for run, weights in ((linear, problem.weights), (adapted, factors)):
-        found = []
-        for makes_rows in (False, True):
-            kept, make_rows = list[int](), mock.Mock(side_effect=problem.rows.detach)
-            keep = lambda tensor, kept=kept: kept.append(tensor.data_ptr()) or tensor  # noqa: E731
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                out = run(make_rows if makes_rows else None)
-            assert (rows.data_ptr() in kept) == (not makes_rows)
-            assert not make_rows.called
-            found.append(torch.autograd.grad(out, weights, problem.grad))
-            assert make_rows.call_count == makes_rows
-        assert all(map(torch.equal, *found))
-    for weight in problem.weights:
-        weight.requires_grad_(False)
-    kept.clear()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        linear(None)
-    assert rows.data_ptr() not in kept
+    def fused(make: Any) -> Tensor:
+        layer = (rows, torch.ones(len(rows)), offsets, problem.weights, fc2)
+        return swiglu_experts(*layer, TorchProducts(), target)  # type: ignore[arg-type]
+
+    def run(call: Any, make: Any = None) -> tuple[Tensor, bool]:
+        """The result, and whether the rows are kept."""
+        kept: list[int] = []
+        keep = lambda tensor: kept.append(tensor.data_ptr()) or tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return call(make), rows.data_ptr() in kept
+
+    for call, weights in (
+        (linear, problem.weights),
+        (adapted, weights_in([*adapter.a, *adapter.b])),
+    ):
+        make = mock.Mock(side_effect=problem.rows.detach)
+        (plain, is_kept), (again, also_kept) = run(call), run(call, make)
+        assert (is_kept, also_kept, make.call_count) == (True, False, 0)
+        of_plain, of_again = (
+            torch.autograd.grad(out, weights, problem.grad) for out in (plain, again)
+        )
+        assert all(map(torch.equal, of_plain, of_again))
+        assert make.call_count == 1
+    for is_trained in (True, False):
+        for weight in problem.weights:
+            weight.requires_grad_(is_trained)
+        assert [run(call)[1] for call in (linear, fused)] == [is_trained] * 2
