@@ -90,6 +90,11 @@ def test_one_product_for_each_expert(
 # ---- main_grad
 
 
+ADDS = GradientTarget(into_main_grad=True)
+OVERWRITES = GradientTarget(into_main_grad=True, may_overwrite=True)
+ITERATION = GradientTarget(into_main_grad=True, may_overwrite=True, holds_iteration=True)
+
+
 def with_main_grads(problem: Problem, descending: bool = False) -> Tensor:
     """Give the weights main_grads in one buffer, as Megatron's DDP does; return it."""
     number = len(problem.weights)
@@ -101,54 +106,43 @@ def with_main_grads(problem: Problem, descending: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("may_overwrite", [False, True])
-def test_gradients_are_added_to_main_grads(may_overwrite: bool, descending: bool) -> None:
+@pytest.mark.parametrize(
+    ("target", "is_captured", "has_flag", "before"),
+    [
+        pytest.param(ADDS, False, True, 0.5, id="adds"),
+        pytest.param(OVERWRITES, False, True, 0.0, id="overwrites"),
+        pytest.param(ITERATION, True, True, 0.0, id="graph of an iteration"),
+        # It is replayed for all micro-batches: storing would replace the others'.
+        pytest.param(OVERWRITES, True, True, 0.5, id="graph of a micro-batch"),
+        # Without DDP's flag nothing says when a step begins.
+        pytest.param(OVERWRITES, False, False, 0.5, id="no flag"),
+    ],
+)
+def test_gradients_are_added_to_main_grads(
+    target: GradientTarget, is_captured: bool, has_flag: bool, before: float, descending: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """In fp32, on top of what is there, once for each micro-batch; DDP is told so.  A step's first
     micro-batch replaces what is there, where it may.
     """
+    monkeypatch.setattr(main_grad, "_is_captured", lambda weights: is_captured)
     problem = Problem((16, 0, 32), 16, torch.bfloat16)
     buffer = with_main_grads(problem, descending)
     gradients = [gradient.float() for gradient in problem.expected_weight_grads()]
-    target = GradientTarget(into_main_grad=True, may_overwrite=may_overwrite)
     for _ in range(2):  # steps
         buffer.fill_(0.5)  # zero in Megatron; here it shows what was read
         for weight in problem.weights:
             weight.grad_added_to_main_grad = False
+            if not has_flag:
+                del weight.grad_added_to_main_grad
         for number in (1, 2):  # micro-batches
             problem.run(target)
             for weight, gradient in zip(problem.weights, gradients, strict=True):
-                expected = (0.0 if may_overwrite else 0.5) + number * gradient
-                assert torch.equal(weight.main_grad, expected)
-                assert weight.grad_added_to_main_grad
-                assert weight.grad is not None  # DDP's hook wants one, with overlap_grad_reduce
+                assert torch.equal(weight.main_grad, before + number * gradient)
+                assert getattr(weight, "grad_added_to_main_grad", False) == has_flag
+                # DDP's hook wants one, with overlap_grad_reduce.
+                assert (weight.grad is not None) == has_flag
                 weight.grad = None
-
-
-@pytest.mark.parametrize(
-    ("is_captured", "holds_iteration", "has_flag", "before"),
-    [
-        (True, True, True, 0.0),
-        # A graph of one micro-batch is replayed for all: storing would replace the others'.
-        (True, False, True, 0.5),
-        # Without DDP's flag nothing says when a step begins.
-        (False, False, False, 0.5),
-    ],
-    ids=["graph of an iteration", "graph of a micro-batch", "no flag"],
-)
-def test_when_the_first_gradient_is_added(
-    is_captured: bool, holds_iteration: bool, has_flag: bool, before: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(main_grad, "_is_captured", lambda weights: is_captured)
-    problem = Problem((16, 32), 0, torch.float32)
-    with_main_grads(problem)
-    if not has_flag:
-        for weight in problem.weights:
-            del weight.grad_added_to_main_grad
-    problem.run(GradientTarget(True, may_overwrite=True, holds_iteration=holds_iteration))
-    for weight, gradient in zip(problem.weights, problem.expected_weight_grads(), strict=True):
-        assert torch.equal(weight.main_grad, before + gradient)
-        assert (weight.grad is not None) == has_flag
 
 
 @pytest.mark.parametrize("after_ddp", [True, False])
@@ -161,7 +155,7 @@ def test_frozen_experts_and_zeros_where_megatron_wants_them(after_ddp: bool) -> 
     zeroed.zero_out_wgrad = True
     if not after_ddp:
         del frozen.main_grad, frozen.grad_added_to_main_grad
-    problem.run(GradientTarget(into_main_grad=True))
+    problem.run(ADDS)
     assert frozen.grad is None
     assert torch.equal(buffer[0], torch.full((OUT, IN), 0.5))
     assert not getattr(frozen, "grad_added_to_main_grad", False)
@@ -178,7 +172,7 @@ def test_a_weight_that_experts_share() -> None:
     buffer = with_main_grads(problem).zero_()
     first, alone, last = problem.expected_weight_grads()
     for number in (1, 2):  # micro-batches
-        problem.run(GradientTarget(into_main_grad=True, may_overwrite=True))
+        problem.run(OVERWRITES)
         torch.testing.assert_close(problem.weights[0].main_grad, number * (first + last))
         assert torch.equal(buffer[1], number * alone)
 
