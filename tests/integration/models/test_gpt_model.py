@@ -160,7 +160,7 @@ def test_weight_gradients_beside_the_backward_of_dispatch(ctx: RankContext) -> N
     """
     import megatron.core
 
-    found: list[dict[str, torch.Tensor]] = []
+    found: list[dict[str, Any]] = []
     order: list[str] = []
     for is_delayed in (False, True):
         initialize(ep=4)
