@@ -1,5 +1,5 @@
 """Stand-ins for the adapters (LoRA) of Megatron-Bridge 0.6.2 and mcore-bridge 1.6.5: their classes'
-names, attributes and results.  tests/integration/experts/test_bridge_adapters.py has the former.
+names, attributes and results.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ def named(module: str, attributes: str = "") -> Any:
 
     def change(kind: Any) -> Any:
         kind.__module__ = module
-        if (own := vars(kind).get("forward")) is not None:
-            names = {**globals(), "__name__": module}
-            kind.forward = FunctionType(
-                own.__code__, names, "forward", own.__defaults__, own.__closure__
-            )
-            kind.forward.__qualname__ = own.__qualname__
+        own, names = kind.forward, {**globals(), "__name__": module}
+        kind.forward = FunctionType(
+            own.__code__, names, "forward", own.__defaults__, own.__closure__
+        )
+        kind.forward.__qualname__ = f"{kind.__name__}.forward"
         made = kind.__init__
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,15 +90,21 @@ class _GroupedExpertAdapterWeight(nn.Module):
 
 class _Adapter(nn.Module):
     def __init__(
-        self, config: Any, dropout: float = 0.0, dropout_position: str = "pre", rank: int = RANK
+        self,
+        factors: Any,
+        config: Any,
+        dropout: float = 0.0,
+        dropout_position: str = "pre",
+        rank: int = RANK,
     ) -> None:
         super().__init__()
         self.dim, self.alpha, self.config = rank, ALPHA, config
         self.dropout_position = dropout_position
         self.activation = nn.Identity()
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.linear_in, self.linear_out = factors
 
-    def low_rank(self, rows: torch.Tensor, counts: Any = None) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, counts: Any = None) -> torch.Tensor:
         if self.dropout_position == "pre":
             rows = self.dropout(rows)
         # DDP's hooks of the modules wait for their weights (overlap_param_gather).
@@ -107,10 +112,36 @@ class _Adapter(nn.Module):
             if isinstance(factor, _GroupedExpertAdapterWeight):
                 rows = each_expert(rows, counts, factor())
             else:
-                rows, _ = factor(rows)  # type: ignore[operator]
+                rows, _ = factor(rows)
         if self.dropout_position == "post":
             rows = self.dropout(rows)
         return rows * (self.alpha / self.dim)
+
+
+def one_for_all(sizes: tuple[int, int], config: Any, like: Any, is_shared: bool) -> nn.Module:
+    """A factor of one expert, or `is_shared` by all experts: then ranks add up its gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    linear: nn.Module = ColumnParallelLinear(
+        *sizes, config=config, bias=False, gather_output=True, is_expert=True,
+        init_method=lambda values: nn.init.normal_(values, std=0.3),
+    ).to(like.device, like.dtype)  # fmt: skip
+    if is_shared:
+        group = parallel_state.get_expert_model_parallel_group()
+
+        def add_up(grad: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(grad, group=group)
+            return grad
+
+        with torch.no_grad():
+            dist.broadcast(linear.weight, src=dist.get_global_rank(group, 0), group=group)
+        linear.weight.register_hook(add_up)
+    return linear
+
+
+def one_for_each(*shape: int, like: torch.Tensor) -> nn.Module:
+    return _GroupedExpertAdapterWeight(random(*shape, like=like.detach()))
 
 
 OF_ALL = "base_linear_name base_linear_is_parallel is_expert"
@@ -127,41 +158,12 @@ class ParallelLinearAdapter(_Adapter):
     """A pair of factors of one expert, or of all of a rank, whose gradients ranks then add up."""
 
     def __init__(
-        self, weight: nn.Parameter, config: Any, is_shared: bool = False, **more: Any
+        self, weight: Any, config: Any, is_shared: bool = False, rank: int = RANK, **more: Any
     ) -> None:
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-        super().__init__(config, **more)
         out, into = weight.shape
-        self.linear_in, self.linear_out = (
-            ColumnParallelLinear(
-                *sizes, config=config, bias=False, gather_output=True, is_expert=True,
-                init_method=lambda values: nn.init.normal_(values, std=0.3),
-            )
-            for sizes in ((into, self.dim), (self.dim, out))
-        )  # fmt: skip
-        self.to(weight.device, weight.dtype)
-        if is_shared:
-            share(self.linear_in.weight)
-            share(self.linear_out.weight)
-
-    def forward(self, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-        return self.low_rank(rows)
-
-
-def share(weight: nn.Parameter) -> None:
-    """Keep a factor the same on all expert-parallel ranks."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_expert_model_parallel_group()
-
-    def add_up(grad: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(grad, group=group)
-        return grad
-
-    with torch.no_grad():
-        dist.broadcast(weight, src=dist.get_global_rank(group, 0), group=group)
-    weight.register_hook(add_up)
+        sizes = (into, rank), (rank, out)
+        factors = [one_for_all(size, config, weight, is_shared) for size in sizes]
+        super().__init__(factors, config, rank=rank, **more)
 
 
 @named(
@@ -172,41 +174,24 @@ def share(weight: nn.Parameter) -> None:
 class GroupedExpertLinearAdapter(_Adapter):
     """A pair of factors for each expert."""
 
-    def __init__(self, number: int, weight: nn.Parameter, config: Any, **more: Any) -> None:
-        super().__init__(config, **more)
-        (out, into), like = weight.shape, weight.detach()
-        self.linear_in = _GroupedExpertAdapterWeight(random(number, RANK, into, like=like))
-        self.linear_out = _GroupedExpertAdapterWeight(random(number, out, RANK, like=like))
-
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self.low_rank(rows, counts)
+    def __init__(self, number: int, weight: Any, config: Any, **more: Any) -> None:
+        out, into = weight.shape
+        sizes = (RANK, into), (out, RANK)
+        super().__init__([one_for_each(number, *s, like=weight) for s in sizes], config, **more)
 
 
 @named(f"{BRIDGE}.utils", f"{OF_ALL} num_local_experts")
 class SharedOuterGroupedExpertAdapter(_Adapter):
     """One factor for each expert, the other one shared."""
 
-    def __init__(
-        self, number: int, weight: nn.Parameter, config: Any, is_fc1: bool, **more: Any
-    ) -> None:
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-        super().__init__(config, **more)
-        self._is_fc1 = is_fc1
-        (out, into), like = weight.shape, weight.detach()
+    def __init__(self, number: int, weight: Any, config: Any, is_fc1: bool, **more: Any) -> None:
+        out, into = weight.shape
         sizes = (into, RANK) if is_fc1 else (RANK, out)
-        shared = ColumnParallelLinear(
-            *sizes, config=config, bias=False, gather_output=True, is_expert=True,
-            init_method=lambda values: nn.init.normal_(values, std=0.3),
-        ).to(like.device, like.dtype)  # fmt: skip
+        shared = one_for_all(sizes, config, weight, is_shared=True)
         shape = (number, out, RANK) if is_fc1 else (number, RANK, into)
-        of_each = _GroupedExpertAdapterWeight(random(*shape, like=like))
-        factors: Any = (shared, of_each) if is_fc1 else (of_each, shared)
-        self.linear_in, self.linear_out = factors
-        share(shared.weight)
-
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return self.low_rank(rows, counts)
+        of_each = one_for_each(*shape, like=weight)
+        super().__init__((shared, of_each) if is_fc1 else (of_each, shared), config, **more)
+        self._is_fc1 = is_fc1
 
 
 @named(f"{BRIDGE}.lora_layers")

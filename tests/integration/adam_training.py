@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import queue
 from collections.abc import Iterator
@@ -29,17 +28,15 @@ class Training(Model):
         case: ModelCase,
         seed: int = 0,
         distributed: bool = True,
-        **of_experts: Any,
     ) -> None:
         """Build everything.  Collective.
 
         `seed` is added to all weights.  If `distributed`, data-parallel ranks share the optimizer's
-        state, and all overlaps are on.  Other layers would need a GPU for options `of_experts`.
+        state, and all overlaps are on.
         """
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.experts: list[Any] = []
-        self._seed, self._of_experts = seed, of_experts
+        self._seed = seed
         overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         super().__init__(ctx, dispatcher, case, **dict.fromkeys(overlaps, distributed))
         no_syncs = [chunk.no_sync for chunk in self.wrapped]
@@ -66,11 +63,6 @@ class Training(Model):
         with torch.no_grad():  # a checkpoint that is loaded has to bring everything
             for parameter in chunk.parameters():
                 parameter += self._seed
-        moe = [layer.mlp for layer in chunk.decoder.layers if hasattr(layer.mlp, "experts")]
-        self.experts = [mlp.experts for mlp in moe]
-        for module in self.experts:  # options that the other layers would need a GPU for
-            module.config = copy.copy(module.config)
-            vars(module.config).update(self._of_experts)
 
     def step(self) -> tuple[float, float]:
         """Two micro-batches and an update: mean loss of this rank, and the gradients' norm."""
@@ -95,8 +87,14 @@ class Training(Model):
         )
         return state
 
+    def save(self, folder: Path, **how: Any) -> Any:
+        """Write `state` into `folder`, which exists.  Collective."""
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.save(self.state(is_loading=False), str(folder), **how)
+
     def load(self, folder: Path) -> None:
-        """Take weights and the optimizer's state from a `state` that was saved in `folder`."""
+        """Take weights and the optimizer's state from what `save` wrote to `folder`."""
         from megatron.core import dist_checkpointing
 
         for _ in range(2):  # the optimizer has a state from its first step on; steps are not stored

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from adapter_libraries import (
@@ -15,36 +13,11 @@ from adapter_libraries import (
     LoraParallelLinear,
     ParallelLinearAdapter,
     SharedOuterGroupedExpertAdapter,
-    TEGroupedLinear,
 )
 from changed_experts import Change, Seen, copy_experts
-from megatron_setup import make_experts_differ, moe_submodules
 from torch import nn
 
 BOTH = ("linear_fc1", "linear_fc2")
-
-
-def build_grouped(config: Any, device: str, te: bool) -> Any:
-    """As `build_layer`, with Megatron's TEGroupedMLP over stand-ins for TransformerEngine."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-    from megatron.core.transformer.moe.experts import TEGroupedMLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    parts: Any = SimpleNamespace(
-        linear_fc1=TEGroupedLinear, linear_fc2=TEGroupedLinear, activation_func=None
-    )
-    spec = specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False
-    )
-    submodules = moe_submodules(spec)
-    of_spec = isinstance(submodules.experts, ModuleSpec)
-    experts = ModuleSpec(TEGroupedMLP, submodules=parts) if of_spec else None
-    submodules.experts = experts or partial(TEGroupedMLP, submodules=parts)
-    layer = MoELayer(config, submodules=submodules, layer_number=1)
-    layer.set_layer_number(1)
-    make_experts_differ(layer)
-    return layer.to(device, config.params_dtype)
 
 
 def holders(layer: Any) -> list[Any]:
@@ -88,10 +61,6 @@ def of_bridge(kind: str, **more: Any) -> Callable[[nn.Module, str, Any], nn.Modu
     return make
 
 
-def of_swift(names: tuple[str, ...] = ("one",)) -> Callable[[nn.Module, str, Any], nn.Module]:
-    return lambda linear, name, config: LoraParallelLinear(linear, config, names)
-
-
 def set_all(layer: Any, **values: Any) -> None:
     """Set attributes of all wrappers."""
     for holder in holders(layer):
@@ -102,23 +71,16 @@ def set_all(layer: Any, **values: Any) -> None:
 
 def merge(layer: Any) -> None:
     """As mcore-bridge does: the adapter becomes part of the weights, which get other memory."""
-    for holder in holders(layer):
-        for name in BOTH:
-            wrapper = getattr(holder, name)
-            a, b = wrapper.lora_A["one"].parameters(), wrapper.lora_B["one"].parameters()
-            for weight, into, out in zip(wrapper.base_layer.parameters(), a, b, strict=True):
-                weight.data = weight.data + 0.5 * (out @ into).detach()
-            wrapper.merged_adapters.append("one")
+    for wrapper in (getattr(layer.experts, name) for name in BOTH):
+        a, b = wrapper.lora_A["one"].parameters(), wrapper.lora_B["one"].parameters()
+        for weight, into, out in zip(wrapper.base_layer.parameters(), a, b, strict=True):
+            weight.data = weight.data + 0.5 * (out @ into).detach()
+        wrapper.merged_adapters.append("one")
 
 
 def unwrap(layer: Any) -> None:
-    for holder in holders(layer):
-        for name in BOTH:
-            setattr(holder, name, getattr(holder, name).to_wrap)
-
-
-def train_more(layer: Any) -> None:
-    set_all(layer, _active_adapter=["one", "two"])
+    for name in BOTH:
+        setattr(layer.experts, name, getattr(layer.experts, name).to_wrap)
 
 
 def change(
@@ -128,43 +90,34 @@ def change(
     return Change(partial(wrap, make=make, **more), after_ddp=after_ddp, later=later, fuses=fuses)
 
 
+OF_ONE, SHARED, OF_EACH, HALF_SHARED = map(
+    of_bridge, ("of one", "shared", "of each", "half shared")
+)
+
+
+def of_swift(later: Callable[[Any], None]) -> Change:
+    """A row with mcore-bridge's two adapters, of which the first one is active."""
+    make = lambda linear, name, config: LoraParallelLinear(linear, config, ("one", "two"))  # noqa: E731
+    return change(make, later)
+
+
 # Name -> the layer has one module for all experts, as on a GPU; and what is done to it.
 ADAPTED: dict[str, tuple[bool, Change]] = {
-    "of one": (False, change(of_bridge("of one"))),
-    "of one, after DDP": (False, change(of_bridge("of one"), after_ddp=True)),
-    "trained": (False, change(of_bridge("of one"), frozen=False)),
-    "shared": (True, change(of_bridge("shared"), fuses=False)),
-    "shared, trained": (True, change(of_bridge("shared"), fuses=False, frozen=False)),
-    "of each": (True, change(of_bridge("of each"))),
-    "of each, trained": (True, change(of_bridge("of each"), frozen=False)),
-    "half shared": (True, change(of_bridge("half shared"), fuses=False)),
-    "fc1": (True, change(of_bridge("of each"), linears=("linear_fc1",))),
-    "fc2": (True, change(of_bridge("of each"), linears=("linear_fc2",))),
-    "switched off": (
-        True,
-        change(of_bridge("of each"), partial(set_all, _adapter_enabled=False)),
-    ),
-    "taken away": (True, change(of_bridge("of each"), unwrap)),
-    "copied": (True, change(of_bridge("of each"), lambda layer: copy_experts(layer, []))),
-    "several": (True, change(of_swift(("one", "two")), train_more)),
-    "merged": (True, change(of_swift(), merge)),
-    "another": (
-        True,
-        change(of_swift(("one", "two")), partial(set_all, _active_adapter="two")),
-    ),
-    "none active": (True, change(of_swift(), partial(set_all, _disable_adapters=True))),
+    "of one": (False, change(OF_ONE)),
+    "of one, after DDP": (False, change(OF_ONE, after_ddp=True)),
+    "trained": (False, change(OF_ONE, frozen=False)),
+    "shared": (True, change(SHARED, fuses=False)),
+    "shared, trained": (True, change(SHARED, fuses=False, frozen=False)),
+    "of each": (True, change(OF_EACH)),
+    "of each, trained": (True, change(OF_EACH, frozen=False)),
+    "half shared": (True, change(HALF_SHARED, fuses=False)),
+    "fc1": (True, change(OF_EACH, linears=("linear_fc1",))),
+    "fc2": (True, change(OF_EACH, linears=("linear_fc2",))),
+    "switched off": (True, change(OF_EACH, partial(set_all, _adapter_enabled=False))),
+    "taken away": (True, change(OF_EACH, unwrap)),
+    "copied": (True, change(OF_EACH, lambda layer: copy_experts(layer, []))),
+    "several": (True, of_swift(partial(set_all, _active_adapter=["one", "two"]))),
+    "merged": (True, of_swift(merge)),
+    "another": (True, of_swift(partial(set_all, _active_adapter="two"))),
+    "none active": (True, of_swift(partial(set_all, _disable_adapters=True))),
 }
-
-
-def drop(rows: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any) -> torch.Tensor:
-    """Dropout whose choice depends on the values' fractions, so that it is the same in any order of
-    rows, and before and after a multiplication by 2.
-    """
-    fractions, _ = torch.frexp(rows.detach().double())
-    kept = (1e6 * fractions).floor().remainder(7) / 7 >= p
-    return rows * kept / (1 - p) if training else rows
-
-
-def dropped() -> Any:
-    """Have `drop` in place of torch's dropout."""
-    return mock.patch.object(torch.nn.functional, "dropout", drop)

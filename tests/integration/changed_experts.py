@@ -10,8 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import SWIGLU, build_layer, drawn, initialize, make_config
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -19,15 +18,15 @@ from megatron_ncclep.config import EpConfig
 
 # Of layers with TransformerEngine's experts, for the tests on GPUs.
 GPU_FIELDS: dict[str, Any] = {
+    **SWIGLU,
     "hidden_size": 128,
     "ffn_hidden_size": 64,
     "moe_ffn_hidden_size": 64,
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-    "bias_activation_fusion": True,
     "moe_grouped_gemm": True,
     "use_cpu_initialization": False,
 }
+# What Megatron's experts are compared with: the same padding, so that they multiply the same rows.
+THEIRS = EpConfig(experts="megatron", alignment=16)
 
 Seen = list[Any]
 
@@ -73,7 +72,7 @@ def note(seen: Seen, values: Any) -> None:
             seen.append(torch.as_tensor(value).detach().cpu().clone())
 
 
-def holder(layer: Any) -> nn.Module:
+def holder(layer: Any) -> Any:
     """The module that has linear_fc1 and linear_fc2: the experts, or the second of them."""
     experts: Any = layer.experts
     return experts.local_experts[1] if hasattr(experts, "local_experts") else experts
@@ -83,42 +82,14 @@ def weights(layer: Any) -> list[nn.Parameter]:
     return [p for name, p in layer.experts.named_parameters() if "weight" in name]
 
 
-def wrap(name: str) -> Callable[[Any, Seen], None]:
-    def change(layer: Any, seen: Seen) -> None:
-        setattr(holder(layer), name, Lora(getattr(holder(layer), name)))
-
-    return change
-
-
-def add_forward_hook(layer: Any, seen: Seen) -> None:
-    holder(layer).linear_fc1.register_forward_hook(lambda m, args, out: (2 * out[0], *out[1:]))
-
-
-def add_pre_hook(layer: Any, seen: Seen) -> None:
-    holder(layer).linear_fc2.register_forward_pre_hook(lambda m, args: note(seen, args))
-
-
-def add_backward_hook(layer: Any, seen: Seen) -> None:
-    linear = holder(layer).linear_fc1
-    linear.register_full_backward_hook(lambda m, into, out: note(seen, out))
-
-
-def add_hook_of_experts(layer: Any, seen: Seen) -> None:
-    layer.experts.register_forward_hook(lambda m, args, out: note(seen, (*args, out[0])))
-
-
-def add_pre_hook_of_experts(layer: Any, seen: Seen) -> None:
-    layer.experts.register_forward_pre_hook(lambda m, args: note(seen, args))
-
-
 def replace_forward(layer: Any, seen: Seen) -> None:
-    linear: Any = holder(layer).linear_fc2
+    linear = holder(layer).linear_fc2
     original = linear.forward
     linear.forward = lambda *args: (3 * original(*args)[0], None)
 
 
 def replace_class(layer: Any, seen: Seen) -> None:
-    linear: Any = holder(layer).linear_fc1
+    linear = holder(layer).linear_fc1
     kind = type(linear)
     forward = lambda self, *args: (kind.forward(self, *args)[0] / 2, None)  # noqa: E731
     linear.__class__ = type("Quantised", (kind,), {"forward": forward})
@@ -140,10 +111,6 @@ def add_parametrization(layer: Any, seen: Seen) -> None:
     parametrize.register_parametrization(linear, name, Scaled())
 
 
-def replace_experts(layer: Any, seen: Seen) -> None:
-    layer.experts = Around(layer.experts, seen)
-
-
 def copy_experts(layer: Any, seen: Seen) -> None:
     """As for an average; Megatron's modules hold process groups, which a copy shares."""
     shared: Any = {dist.ProcessGroup: lambda group, memo: group}
@@ -151,19 +118,9 @@ def copy_experts(layer: Any, seen: Seen) -> None:
         layer.experts = copy.deepcopy(layer.experts)
 
 
-def hook_gradients(layer: Any, seen: Seen) -> None:
-    for weight in weights(layer):
-        weight.register_hook(lambda grad: 0.25 * grad)
-
-
-def freeze(layer: Any, seen: Seen) -> None:
-    for weight in weights(layer):
-        weight.requires_grad_(False)
-
-
-def freeze_some(layer: Any, seen: Seen) -> None:
-    for weight in weights(layer)[::3]:
-        weight.requires_grad_(False)
+def freeze(every: int) -> Callable[[Any, Seen], Any]:
+    """Freeze every so many of the weights, from the first on."""
+    return lambda layer, seen: [w.requires_grad_(False) for w in weights(layer)[::every]]
 
 
 def tie(layer: Any, seen: Seen) -> None:
@@ -175,16 +132,12 @@ def tie(layer: Any, seen: Seen) -> None:
         layer.experts.linear_fc1.weight1 = layer.experts.linear_fc1.weight0
 
 
-def do_nothing(layer: Any, seen: Seen) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Change:
     """A row of the table.
 
     Attributes:
-        make: changes the layer.
+        make: changes the layer; what its hooks see goes into the list.
         words: what the log or the error says of it; None: grouped experts honour it.
         after_ddp: it is made after DDP has wrapped the layer.
         loss: a further loss on the weights.
@@ -192,7 +145,7 @@ class Change:
         later: changes the layer again before the second micro-batch.
     """
 
-    make: Callable[[Any, Seen], None]
+    make: Callable[[Any, Seen], Any]
     words: str | None = None
     after_ddp: bool = False
     loss: float = 0.0
@@ -200,29 +153,68 @@ class Change:
     later: Callable[[Any], None] | None = None
 
 
+def lora(name: str, **more: Any) -> Change:
+    def change(layer: Any, seen: Seen) -> None:
+        setattr(holder(layer), name, Lora(getattr(holder(layer), name)))
+
+    return Change(change, "is now a Lora, and was a ", **more)
+
+
 CHANGES = {
-    "nothing": Change(do_nothing),
-    "LoRA on linear_fc1": Change(wrap("linear_fc1"), "is now a Lora, and was a "),
-    "LoRA on linear_fc2": Change(wrap("linear_fc2"), "is now a Lora, and was a ", after_ddp=True),
-    "forward hook": Change(add_forward_hook, "has a forward hook"),
-    "pre-hook": Change(add_pre_hook, "has a forward pre-hook"),
-    "backward hook": Change(add_backward_hook, "has a backward hook"),
-    "forward hook of the experts": Change(add_hook_of_experts, "the experts (", after_ddp=True),
-    "pre-hook of the experts": Change(add_pre_hook_of_experts, "has a forward pre-hook"),
+    "nothing": Change(lambda layer, seen: None),
+    "LoRA on linear_fc1": lora("linear_fc1"),
+    "LoRA on linear_fc2": lora("linear_fc2", after_ddp=True),
+    "forward hook": Change(
+        lambda layer, seen: holder(layer).linear_fc1.register_forward_hook(
+            lambda m, args, out: (2 * out[0], *out[1:])
+        ),
+        "has a forward hook",
+    ),
+    "pre-hook": Change(
+        lambda layer, seen: holder(layer).linear_fc2.register_forward_pre_hook(
+            lambda m, args: note(seen, args)
+        ),
+        "has a forward pre-hook",
+    ),
+    "backward hook": Change(
+        lambda layer, seen: holder(layer).linear_fc1.register_full_backward_hook(
+            lambda m, into, out: note(seen, out)
+        ),
+        "has a backward hook",
+    ),
+    "forward hook of the experts": Change(
+        lambda layer, seen: layer.experts.register_forward_hook(
+            lambda m, args, out: note(seen, (*args, out[0]))
+        ),
+        "the experts (",
+        after_ddp=True,
+    ),
+    "pre-hook of the experts": Change(
+        lambda layer, seen: layer.experts.register_forward_pre_hook(
+            lambda m, args: note(seen, args)
+        ),
+        "has a forward pre-hook",
+    ),
     "another forward": Change(replace_forward, "has another forward"),
     "another class": Change(replace_class, "is now of the class Quantised"),
     "another class of the experts": Change(replace_class_of_experts, "of the class Watched"),
     "parametrization": Change(add_parametrization, "is now of the class Parametrized", fuses=False),
-    "another module as experts": Change(replace_experts, "the layer's experts are now a Around"),
+    "another module as experts": Change(
+        lambda layer, seen: setattr(layer, "experts", Around(layer.experts, seen)),
+        "the layer's experts are now a Around",
+    ),
     "a copy as experts": Change(copy_experts),
-    "gradient hooks": Change(hook_gradients, fuses=False),
-    "another loss": Change(do_nothing, loss=3.0, fuses=False),
-    "frozen": Change(freeze),
-    "frozen after DDP": Change(freeze, after_ddp=True),
-    "some frozen": Change(freeze_some),
+    "gradient hooks": Change(
+        lambda layer, seen: [w.register_hook(lambda grad: 0.25 * grad) for w in weights(layer)],
+        fuses=False,
+    ),
+    "another loss": Change(lambda layer, seen: None, loss=3.0, fuses=False),
+    "frozen": Change(freeze(1)),
+    "frozen after DDP": Change(freeze(1), after_ddp=True),
+    "some frozen": Change(freeze(3)),
     # Fused, GEMMs of TransformerEngine's that run at the same time would add to it.
     "tied weights": Change(tie, fuses=False),
-    "some frozen after DDP": Change(freeze_some, after_ddp=True),
+    "some frozen after DDP": Change(freeze(3), after_ddp=True),
 }
 
 
@@ -233,13 +225,13 @@ def train(
     te: bool,
     rank: int,
     dtype: torch.dtype | None = None,
-    build: Callable[..., Any] = build_layer,
+    linears: Any = None,
     **fields: Any,
 ) -> tuple[dict[str, torch.Tensor | None], Seen, set[str]]:
     """Two micro-batches; what comes out, what hooks have seen, and what is logged once.
 
-    Collective.  With experts="auto" grouped ones are chosen, whatever the machine.  `build` makes
-    the layer as `build_layer` does.
+    Collective.  With experts="auto" grouped ones are chosen, whatever the machine.  `linears` as
+    for `build_layer`.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -253,7 +245,7 @@ def train(
     config = make_config("ncclep", dtype, 2, ncclep=options, **fields)
     chosen = selection.Choice("grouped", "a test says so")
     with mock.patch.object(selection, "choose", return_value=chosen):
-        layer = build(config, device, te)
+        layer = build_layer(config, device, te, linears)
     seen: Seen = []
     torch.manual_seed(7)
     if not change.after_ddp:
@@ -269,10 +261,8 @@ def train(
         for number in range(2):
             if number and change.later is not None:
                 change.later(layer)
-            generator = torch.Generator().manual_seed(10 * number + rank)
-            shape = (12, 1, config.hidden_size)
-            hidden, probe = (
-                torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)
+            hidden, probe = drawn(10 * number + rank, 2, 12, 1, config.hidden_size).to(
+                device, dtype
             )
             out, _ = ddp(hidden.requires_grad_())
             loss = (out * probe).float().sum()

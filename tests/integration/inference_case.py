@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from adapter_libraries import TEGroupedLinear
 from megatron_setup import initialize, make_config, make_experts_differ
 from rank_pool import RankContext
 
@@ -32,23 +33,6 @@ class InferenceCase:
     ep: int = 2
     ncclep: dict[str, Any] = field(default_factory=lambda: {"inference_tokens": 4})
     options: dict[str, Any] = field(default_factory=dict)
-
-
-class Weights(torch.nn.Module):
-    """What TransformerEngine's grouped linear layer is to Megatron's experts, on a CPU."""
-
-    def __init__(self, num: int, num_in: int, num_out: int, *, config: Any, **_: Any) -> None:
-        super().__init__()
-        self.num = num
-        for index in range(num):
-            weight = torch.empty(num_out, num_in, dtype=config.params_dtype)
-            self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
-
-    def forward(self, x: torch.Tensor, counts: Any) -> tuple[torch.Tensor, None]:
-        """One product for each expert; there is no bias."""
-        blocks = x.split([int(count) for count in counts])
-        weights = (getattr(self, f"weight{index}") for index in range(self.num))
-        return torch.cat([x @ w.T for x, w in zip(blocks, weights, strict=True)]), None
 
 
 def make_inference_config(case: InferenceCase) -> Any:
@@ -81,7 +65,7 @@ def moe_builder(device: str) -> Any:
     from megatron.core.inference.moe import permute
 
     permute._NUM_SMS = 2  # which it would ask a GPU
-    linears = experts.GroupedMLPSubmodules(linear_fc1=Weights, linear_fc2=Weights)
+    linears = experts.GroupedMLPSubmodules(linear_fc1=TEGroupedLinear, linear_fc2=TEGroupedLinear)
     return partial(
         moe_layer.MoELayer,
         submodules=moe_layer.MoESubmodules(
@@ -116,10 +100,9 @@ def ready_for_nccl() -> None:
 def expert_weights(expert: int, ffn: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each output of either product is one input, or its negative; another one in each expert."""
     first, second = torch.zeros(ffn, hidden), torch.zeros(hidden, ffn)
-    for f in range(ffn):
-        first[f, (3 * f + 5 * expert + 1) % hidden] = 1 if (f + expert) % 2 else -1
-    for h in range(hidden):
-        second[h, (h + 7 * expert) % ffn] = 1 if (h // 2 + expert) % 2 else -1
+    f, h = torch.arange(ffn), torch.arange(hidden)
+    first[f, (3 * f + 5 * expert + 1) % hidden] = (f + expert) % 2 * 2.0 - 1
+    second[h, (h + 7 * expert) % ffn] = (h // 2 + expert) % 2 * 2.0 - 1
     return first, second
 
 
@@ -127,10 +110,11 @@ def use_whole_numbers(layer: Any) -> None:
     """Give the layer's experts `expert_weights`."""
     for index, expert in enumerate(layer.local_expert_indices):
         linears = layer.experts.linear_fc1, layer.experts.linear_fc2
-        parameters = [getattr(linear, f"weight{index}") for linear in linears]
-        ffn, hidden = parameters[0].shape
-        for parameter, value in zip(parameters, expert_weights(expert, ffn, hidden), strict=True):
-            parameter.data.copy_(value)
+        first, second = (getattr(linear, f"weight{index}").data for linear in linears)
+        for weight, value in zip(
+            (first, second), expert_weights(expert, *first.shape), strict=True
+        ):
+            weight.copy_(value)
 
 
 @dataclass(frozen=True)

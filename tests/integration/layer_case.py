@@ -9,7 +9,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron_setup import BATCH, EXPERTS, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from megatron_setup import (
+    BATCH,
+    EXPERTS,
+    HIDDEN,
+    SEQUENCE,
+    build_layer,
+    drawn,
+    initialize,
+    make_config,
+)
 from on_ranks import gathered
 from rank_pool import RankContext
 
@@ -119,46 +128,38 @@ def train_on_rank(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[st
     if case.padding:
         is_padding = torch.arange(shape[0], device=ctx.device) >= shape[0] - case.padding
         mask = is_padding.repeat(case.batch, 1)
-    waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for micro_batch in range(case.micro_batches):
+    waiting: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for number in range(case.micro_batches):
         if case.evaluation:
-            results[f"evaluation {micro_batch}"] = evaluate(layer, case, ctx, 7 + micro_batch)
-        generator = torch.Generator().manual_seed(97 * micro_batch + ctx.rank)
-        drawn = (torch.randn(shape, generator=generator) for _ in range(2))
-        hidden, probe = (
-            (t.round().clamp(-1, 1) if case.integers else t).to(ctx.device, case.dtype)
-            for t in drawn
-        )
+            results[f"evaluation {number}"] = evaluate(layer, case, ctx, 7 + number)
+        values = drawn(97 * number + ctx.rank, 2, *shape)
+        values = values.round().clamp(-1, 1) if case.integers else values
+        hidden, probe = values.to(ctx.device, case.dtype)
         if case.transposed:
             probe = probe.transpose(0, 1).contiguous().transpose(0, 1)
         out, bias = layer(hidden.requires_grad_(), padding_mask=mask)
         assert bias is None
-        waiting.append((hidden, out, probe))
-        if not case.in_flight or micro_batch == case.micro_batches - 1:
-            for hidden, out, probe in waiting:
-                (out * probe).sum().backward()
-                index = sum(name.startswith("output") for name in results)
-                results[f"output {index}"] = out.detach()
-                results[f"input gradient {index}"] = hidden.grad
-            waiting.clear()
+        waiting.append((number, hidden, out, probe))
+        while waiting and not (case.in_flight and number < case.micro_batches - 1):
+            index, hidden, out, probe = waiting.pop(0)
+            (out * probe).sum().backward()
+            results |= {f"output {index}": out.detach(), f"input gradient {index}": hidden.grad}
     for i, probs in enumerate(probs_seen):
         results[f"probability gradient {i}"] = probs.grad
     assert probs_seen
     for name, parameter in layer.named_parameters():
         results[f"gradient of {name}"] = parameter.grad
-    dispatcher_used = layer.token_dispatcher
-    engine = dispatcher_used.engine.caps.name if dispatcher == "ncclep" else None
-    results["dispatcher"] = (type(dispatcher_used).__name__, engine)
-    results["experts"] = type(layer.experts).__name__
-    return results
+    used = layer.token_dispatcher
+    engine = used.engine.caps.name if dispatcher == "ncclep" else None
+    kinds = {"dispatcher": (type(used).__name__, engine), "experts": type(layer.experts).__name__}
+    return results | kinds
 
 
 @torch.inference_mode()
 def evaluate(layer: Any, case: LayerCase, ctx: RankContext, seed: int) -> torch.Tensor:
     """The output for other tokens, without gradients, as an inference engine runs it."""
-    generator = torch.Generator().manual_seed(97 * seed + ctx.rank // case.tp)
     shape = (case.evaluation[ctx.rank], case.batch, layer.config.hidden_size)
-    hidden = torch.randn(shape, generator=generator).to(ctx.device, case.dtype)
+    hidden = drawn(97 * seed + ctx.rank // case.tp, *shape).to(ctx.device, case.dtype)
     layer.eval()
     with every_expert_padded(layer) if case.pads_decoding else nullcontext():
         out, _ = layer(hidden)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from imports import import_megatron
 from torch.distributed.distributed_c10d import _world
 
 from megatron_ncclep.config import EpConfig
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 2, 16, 8
+SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
 # The process groups that Megatron has made on this rank and that are not destroyed, and the sizes
 # that they were made for.
 MADE: list[dist.ProcessGroup] = []
@@ -121,6 +125,11 @@ def make_config(dispatcher: str, dtype: torch.dtype, ep: int, tp: int = 1, **opt
     return config
 
 
+def selective(*modules: str) -> dict[str, Any]:
+    """Options that have backward compute these modules again."""
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
 def ep_config(engine: str, **fields: Any) -> EpConfig:
     """Options with Megatron's own experts, which most comparisons are about, unless `fields` name
     others.
@@ -128,13 +137,16 @@ def ep_config(engine: str, **fields: Any) -> EpConfig:
     return EpConfig(**{"engine": engine, "experts": "megatron", **fields})
 
 
-def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
+def build_layer(config: Any, device: str = "cpu", te: bool = False, linears: Any = None) -> Any:
     """One MoELayer, with random experts that all differ, the same for every dispatcher.
 
-    With `te` its modules are TransformerEngine's, in the way that the config asks for.
+    With `te` its modules are TransformerEngine's, in the way that the config asks for.  `linears`,
+    a stand-in for its grouped linear layer: the experts are Megatron's TEGroupedMLP over two.
     """
     from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     experts = config.num_moe_experts
     if te and config.transformer_impl == "inference_optimized":
@@ -149,10 +161,28 @@ def build_layer(config: Any, device: str = "cpu", te: bool = False) -> Any:
         )
     else:
         layer_spec = specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
-    layer = MoELayer(config, submodules=moe_submodules(layer_spec), layer_number=1)
+    submodules = moe_submodules(layer_spec)
+    if linears is not None:
+        parts: Any = SimpleNamespace(linear_fc1=linears, linear_fc2=linears, activation_func=None)
+        kind = ModuleSpec if isinstance(submodules.experts, ModuleSpec) else partial
+        submodules.experts = kind(TEGroupedMLP, submodules=parts)
+    layer = MoELayer(config, submodules=submodules, layer_number=1)
     layer.set_layer_number(1)
     make_experts_differ(layer)
     return layer.to(device, config.params_dtype)
+
+
+def new_layer(
+    ep: int, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> Any:
+    """Set Megatron up for `ep` ranks with our dispatcher, and build a layer.  Collective."""
+    initialize(ep, device=device)
+    return build_layer(make_config("ncclep", dtype, ep, **options), device)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    """Normal random numbers in fp32, always the same of a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def log_calls(order: list[str], owner: Any, name: str, text: str) -> None:

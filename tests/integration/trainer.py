@@ -7,7 +7,7 @@ compares two such results to the bit.  `adam_training.py` has Megatron's optimiz
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -350,19 +350,32 @@ def train(ctx: RankContext, dispatcher: str, case: ModelCase) -> Results:
     return results
 
 
-def differences(found: Results, expected: Results, tolerance: float = 0.0) -> list[str]:
+def differences(
+    found: Mapping[str, torch.Tensor | None],
+    expected: Mapping[str, torch.Tensor | None],
+    tolerance: float = 0.0,
+    least: float = 1.0,
+) -> list[str]:
     """Names of what differs by more than `tolerance`, as a part of a tensor's largest value (at
-    least of 1), or is not finite; and whether experts were trained at all.
+    least of `least`), or is not finite; and whether experts were trained at all.
+
+    None is the gradient of what has none.
     """
     assert found.keys() == expected.keys()
-    trained = [name for name, value in expected.items() if "experts" in name and value.any()]
+    values = {name: value for name, value in expected.items() if value is not None}
+    trained = [name for name, value in values.items() if "experts" in name and value.any()]
     problems = [] if trained else ["no expert was trained"]
-    for name, value in expected.items():
-        if not value.numel():
+    problems += [name for name in found if (found[name] is None) != (name not in values)]
+    for name, value in values.items():
+        mine = found[name]
+        if mine is None or not value.numel():
             continue  # of a rank without tokens
-        error = (found[name] - value).abs().max().item()
+        if mine.shape != value.shape:
+            problems.append(f"{name} is {list(mine.shape)}")
+            continue
+        error = (mine - value).abs().max().item()
         # Not so where one of them is NaN.
-        if not error <= tolerance * max(1.0, value.abs().max().item()):
+        if not error <= tolerance * max(least, value.abs().max().item()):
             problems.append(f"{name}: {error}")
         if not torch.isfinite(value).all():
             problems.append(f"{name} is not finite")

@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from megatron_setup import HIDDEN, build_layer, ep_config, initialize, make_config
+from megatron_setup import HIDDEN, ep_config, initialize, make_config, new_layer
 from on_ranks import IS_RANK
 from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.checks.batch_invariance import warn_of_experts
+from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = pytest.mark.each_release
 
@@ -65,12 +67,10 @@ def products_by_row() -> Iterator[None]:
     "in training and in evaluation, to the bit",
 )
 def test_company_changes_no_bit(ctx: RankContext) -> None:
-    initialize(ep=4)
     # In 0.18 and 0.19 the router does not sort the chosen experts when there are no gradients, and
     # a softmax over them adds in another order; so the softmax has to come before the choice.
     many = {"num_moe_experts": 24, "moe_router_topk": 20, "moe_router_pre_softmax": True}
-    mode = options(**many, ncclep=ep_config("reference"))
-    layer = build_layer(make_config("ncclep", mode_dtype(), 4, **mode))
+    layer = new_layer(4, mode_dtype(), **options(**many, ncclep=ep_config("reference")))
     seen: list[tuple[torch.Tensor, ...]] = []
     with products_by_row():
         for batch, numbers in enumerate(COMPANY):
@@ -99,18 +99,10 @@ def test_company_changes_no_bit(ctx: RankContext) -> None:
     words="rows may be dropped: set `--ncclep-max-recv-rows worst` or `--ncclep-on-overflow raise`",
 )
 def test_what_would_depend_on_company_is_refused(ctx: RankContext) -> None:
-    initialize(ep=4)
-    for own, is_refused in (
-        (EpConfig(max_recv_rows="1.25x"), True),
-        (EpConfig(max_recv_rows="1.25x", on_overflow="raise"), False),
-        (EpConfig(max_recv_rows="worst"), False),
-    ):
-        config = make_config("ncclep", mode_dtype(), 4, ncclep=own, **options())
-        if is_refused:
-            with pytest.raises(UnsupportedError, match="output would depend on the other"):
-                build_layer(config)
-        else:
-            build_layer(config)
+    with pytest.raises(UnsupportedError, match="output would depend on the other"):
+        new_layer(4, mode_dtype(), **options(ncclep=EpConfig(max_recv_rows="1.25x")))
+    for own in ({"max_recv_rows": "1.25x", "on_overflow": "raise"}, {"max_recv_rows": "worst"}):
+        new_layer(4, mode_dtype(), **options(ncclep=EpConfig(**own)))
 
 
 @pytest.mark.since("0.18")
@@ -129,20 +121,16 @@ def test_experts_that_are_not_invariant(ctx: RankContext, release: str, warns: b
     """They are warned about once, on the group's first rank, and only in releases before 0.20."""
     import megatron.core
 
-    from megatron_ncclep.ranks.group import EpGroup
-
-    initialize(ep=4)
-    said: list[str] = []
     group = EpGroup.of(ctx.group)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron.core, "__version__", release)
-        patch.setattr(group, "log_once", lambda level, subject, text: said.append((level, text)))
+    with (
+        mock.patch.object(megatron.core, "__version__", release),
+        mock.patch.object(group, "log_once") as log_once,
+    ):
         for kind in ("TEGroupedMLP", "GroupedTEExperts"):
             experts = type(kind, (), {})()
-            warn_of_experts(SimpleNamespace(batch_invariant_mode=True), experts, ctx.group)
-            warn_of_experts(SimpleNamespace(batch_invariant_mode=False), experts, ctx.group)
-            warn_of_experts(SimpleNamespace(), experts, ctx.group)
-    assert len(said) == (warns and ctx.rank == 0)
-    for level, text in said:
+            for mode in ({"batch_invariant_mode": True}, {"batch_invariant_mode": False}, {}):
+                warn_of_experts(SimpleNamespace(**mode), experts, ctx.group)
+    assert log_once.call_count == (warns and ctx.rank == 0)
+    for level, _, text in (call.args for call in log_once.call_args_list):
         assert level == logging.WARNING
         assert "TEGroupedMLP's GEMMs are not batch-invariant in Megatron-Core 0.19.2" in text

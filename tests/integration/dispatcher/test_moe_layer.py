@@ -5,9 +5,9 @@ Shapes of batches and more routers: test_shapes.py.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layer_case import LayerCase, assert_same_training
-from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from megatron_setup import (
+    BATCH,
+    HIDDEN,
+    SEQUENCE,
+    SWIGLU,
+    build_layer,
+    initialize,
+    make_config,
+    new_layer,
+    selective,
+)
 from on_ranks import gathered
 from rank_pool import RankContext
 
@@ -25,17 +35,18 @@ from megatron_ncclep.config import EpConfig
 pytestmark = pytest.mark.each_release
 
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+ON_INPUT = TOP_1 | {"moe_apply_probs_on_input": True}
 CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
+PADDED = CAPACITY | {"moe_pad_expert_input_to_capacity": True}
 GROUPED = {"ncclep": EpConfig(experts="grouped")}
-SHARED_OVERLAP = {
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
-    "moe_shared_expert_overlap": True,
-}
+STATIC = {"ncclep": EpConfig(max_recv_rows="worst", alignment=16)}
+SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+SHARED_OVERLAP = SHARED | {"moe_shared_expert_overlap": True}
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}
+AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 EXPERT_BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "bias_activation_fusion": True}
-
-SLICES = {"ep": 2, "etp": 2}  # experts in two slices
+BIASED = {"add_bias_linear": True}
 
 
 # Not Megatron's own, which would have to be imported here; so nothing is fused.
@@ -53,138 +64,79 @@ CLAMPED_GLU = {
     "activation_func_clamp_value": 0.5,
     "glu_linear_offset": 1.0,
 }
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+RECOMPUTE = selective("moe")
+# Megatron wants moe_grouped_gemm for moe_act.
+AGAIN = selective("moe_act") | {"moe_grouped_gemm": True}
+SLICES = {"ep": 2, "etp": 2}  # experts in two slices
+IN_FLIGHT: dict[str, Any] = {"micro_batches": 2, "in_flight": True}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+FP32: dict[str, Any] = {"dtype": torch.float32}
+INTEGERS: dict[str, Any] = {**SLICES, **BF16, "tp": 2, "integers": True}
+
+
+def layer(name: str, *options: dict[str, Any], **fields: Any) -> LayerCase:
+    """A case with all of these options; the later ones win."""
+    return LayerCase(name, options={k: v for part in options for k, v in part.items()}, **fields)
+
 
 CASES = [
-    LayerCase("top-6", options={"moe_router_topk": 6}),
-    LayerCase("bf16", dtype=torch.bfloat16, options={"moe_router_topk": 4}),
-    LayerCase("bf16-router-too", dtype=torch.bfloat16, options={"moe_router_dtype": None}),
-    LayerCase(
-        "sinkhorn", options={"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}
-    ),
-    LayerCase("groups", options={"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
-    LayerCase("shared-overlap", options=SHARED_OVERLAP, micro_batches=2, in_flight=True),
-    LayerCase("shared-overlap-tp2", tp=2, options=SHARED_OVERLAP),
-    LayerCase(
-        "shared-overlap-recompute",
-        options={
-            **SHARED_OVERLAP,
-            **RECOMPUTE,
-            "ncclep": EpConfig(max_recv_rows="worst", alignment=16),
-        },
-        micro_batches=2,
-    ),
-    LayerCase("expert-bias", options=EXPERT_BIAS),
-    LayerCase("probs-on-input", options={**TOP_1, "moe_apply_probs_on_input": True}),
-    LayerCase(
+    layer("top-6", {"moe_router_topk": 6}),
+    layer("bf16", {"moe_router_topk": 4}, **BF16),
+    layer("bf16-router-too", {"moe_router_dtype": None}, **BF16),
+    layer("sinkhorn", SINKHORN),
+    layer("groups", GROUPS),
+    layer("shared-overlap", SHARED_OVERLAP, **IN_FLIGHT),
+    layer("shared-overlap-tp2", SHARED_OVERLAP, tp=2),
+    layer("shared-overlap-recompute", SHARED_OVERLAP, RECOMPUTE, STATIC, micro_batches=2),
+    layer("expert-bias", EXPERT_BIAS),
+    layer("probs-on-input", ON_INPUT),
+    layer(
         "recompute-shared-experts",
-        options={
-            **RECOMPUTE,
-            "recompute_modules": ["shared_experts", "moe"],
-            "moe_shared_expert_intermediate_size": 32,
-            "moe_shared_expert_gate": True,
-        },
-        micro_batches=2,
-        in_flight=True,
+        SHARED,
+        selective("shared_experts", "moe"),
+        **IN_FLIGHT,
         same_bits=True,
     ),
-    LayerCase(
-        "swiglu",
-        dtype=torch.bfloat16,
-        options={**SWIGLU, "bias_activation_fusion": False},
-        same_bits=True,
-    ),
-    LayerCase(
+    layer("swiglu", SWIGLU, {"bias_activation_fusion": False}, **BF16, same_bits=True),
+    layer(
         "swiglu-kept-in-fp8",
-        dtype=torch.bfloat16,
-        options={**SWIGLU, "activation_func_fp8_input_store": True},
+        SWIGLU,
+        {"activation_func_fp8_input_store": True},
+        **BF16,
         same_bits=True,
     ),
-    LayerCase("squared-relu", options={"activation_func": squared_relu}, same_bits=True),
-    LayerCase(
-        "biased-clamped-glu", options=CLAMPED_GLU | {"add_bias_linear": True}, same_bits=True
-    ),
+    layer("squared-relu", {"activation_func": squared_relu}, same_bits=True),
+    layer("biased-clamped-glu", CLAMPED_GLU, BIASED, same_bits=True),
     # Rows of padding would add to the biases' gradients, had they any weight.
-    LayerCase(
-        "biased-static",
-        options={"add_bias_linear": True, "ncclep": EpConfig(max_recv_rows="worst", alignment=16)},
-        micro_batches=2,
-    ),
-    LayerCase("aligned", options={"ncclep": EpConfig(alignment=32)}),
-    LayerCase("grouped-swiglu", ep=2, dtype=torch.float32, options={**GROUPED, **SWIGLU}),
-    LayerCase(
-        "grouped-bf16",
-        dtype=torch.bfloat16,
-        options={**GROUPED, **SWIGLU, "activation_func_clamp_value": 0.2},
-    ),
-    LayerCase(
-        "grouped-swiglu-again",
-        ep=2,
-        dtype=torch.float32,
-        options={
-            **GROUPED,
-            **SWIGLU,
-            "recompute_granularity": "selective",
-            "recompute_modules": ["moe_act"],
-            "moe_grouped_gemm": True,  # Megatron wants it for moe_act
-        },
-        micro_batches=2,
-        in_flight=True,
-    ),
-    LayerCase("grouped-uneven", options={**GROUPED, **CLAMPED_GLU}, sequences=(3, 6, 1, 9)),
-    LayerCase(
+    layer("biased-static", BIASED, STATIC, micro_batches=2),
+    layer("aligned", {"ncclep": EpConfig(alignment=32)}),
+    layer("grouped-swiglu", GROUPED, SWIGLU, **FP32, ep=2),
+    layer("grouped-bf16", GROUPED, SWIGLU, {"activation_func_clamp_value": 0.2}, **BF16),
+    layer("grouped-swiglu-again", GROUPED, SWIGLU, AGAIN, **FP32, **IN_FLIGHT, ep=2),
+    layer("grouped-uneven", GROUPED, CLAMPED_GLU, sequences=(3, 6, 1, 9)),
+    layer(
         "grouped-static",
+        {"ncclep": EpConfig(experts="grouped", max_recv_rows=512), "num_moe_experts": 6},
         ep=2,
-        options={"ncclep": EpConfig(experts="grouped", max_recv_rows=512), "num_moe_experts": 6},
     ),
-    LayerCase(
-        "grouped-probs-on-input", options={**GROUPED, **TOP_1, "moe_apply_probs_on_input": True}
-    ),
-    LayerCase(
-        "grouped-pad-to-capacity",
-        options={**GROUPED, **CAPACITY, "moe_pad_expert_input_to_capacity": True},
-    ),
-    LayerCase(
-        "slices-integers",
-        tp=2,
-        **SLICES,
-        dtype=torch.bfloat16,
-        options={"activation_func": F.relu},
-        integers=True,
-    ),
-    LayerCase(
-        "slices-shared-experts",
-        tp=2,
-        **SLICES,
-        options={
-            **SWIGLU,
-            **SHARED_OVERLAP,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 0.1,
-            **RECOMPUTE,
-        },
-    ),
+    layer("grouped-probs-on-input", GROUPED, ON_INPUT),
+    layer("grouped-pad-to-capacity", GROUPED, PADDED),
+    layer("slices-integers", {"activation_func": F.relu}, **INTEGERS),
+    layer("slices-shared-experts", SWIGLU, SHARED_OVERLAP, AUX_LOSS, RECOMPUTE, tp=2, **SLICES),
     # Twice the balanced load is all that can come: one of 4 experts, from 4 ranks.
-    LayerCase(
+    layer(
         "slices-static-factor",
+        TOP_1,
+        {"ncclep": EpConfig(max_recv_rows="2x")},
         tp=2,
         **SLICES,
-        options={**TOP_1, "ncclep": EpConfig(max_recv_rows="2x")},
-        micro_batches=2,
-        in_flight=True,
+        **IN_FLIGHT,
     ),
-    LayerCase(
-        "slices-grouped-integers",
-        tp=2,
-        **SLICES,
-        dtype=torch.bfloat16,
-        options={**GROUPED, "activation_func": F.relu},
-        integers=True,
-    ),
-    LayerCase("slices-grouped-swiglu", tp=2, **SLICES, options={**GROUPED, **SWIGLU}),
-    LayerCase("slices-uneven", **SLICES, sequences=(3, 6, 1, 9)),
-    LayerCase("slices-on-all-ranks", ep=1, etp=4, tp=2),
-    LayerCase("slices-of-fewer-ranks", ep=2, etp=2, tp=4, sequences=(8,) * 4),
+    layer("slices-grouped-integers", GROUPED, {"activation_func": F.relu}, **INTEGERS),
+    layer("slices-grouped-swiglu", GROUPED, SWIGLU, tp=2, **SLICES),
+    layer("slices-uneven", **SLICES, sequences=(3, 6, 1, 9)),
+    layer("slices-on-all-ranks", ep=1, etp=4, tp=2),
+    layer("slices-of-fewer-ranks", ep=2, etp=2, tp=4, sequences=(8,) * 4),
 ]
 
 
@@ -195,31 +147,22 @@ def test_layer_equals_alltoall(ctx: RankContext, case: LayerCase) -> None:
     assert_same_training(ctx, case, "reference")
 
 
-def over_machines(name: str, **changes: Any) -> LayerCase:
+def over_machines(name: str, *options: dict[str, Any], **fields: Any) -> LayerCase:
     """A layer for four ranks that count as two machines with two each."""
-    engine, options = changes.pop("ncclep", {}), changes.pop("options", {})
-    options = {**options, "ncclep": EpConfig(engine="hierarchical", **engine)}
-    case = LayerCase(f"machines-{name}", dtype=torch.float32, options=options)
-    return dataclasses.replace(case, **changes)
+    case = layer(f"machines-{name}", {"ncclep": EpConfig()}, *options, **{**FP32, **fields})
+    case.options["ncclep"] = replace(case.options["ncclep"], engine="hierarchical")
+    return case
 
 
+WORST = EpConfig(experts="grouped", max_recv_rows="worst")
 MACHINES = [
     over_machines("uneven", sequences=(3, 6, 1, 9)),
     over_machines(
-        "top-6-bf16-chunks",
-        dtype=torch.bfloat16,
-        ncclep={"network_chunks": 3},
-        options={"moe_router_topk": 6},
+        "top-6-bf16-chunks", {"moe_router_topk": 6, "ncclep": EpConfig(network_chunks=3)}, **BF16
     ),
-    over_machines(
-        "grouped-static",
-        ncclep={"experts": "grouped", "max_recv_rows": "worst"},
-        options=SWIGLU,
-        micro_batches=2,
-        in_flight=True,
-    ),
+    over_machines("grouped-static", SWIGLU, {"ncclep": WORST}, **IN_FLIGHT),
     # Slices of an expert are on one machine.
-    over_machines("slices-shared-overlap", options=SHARED_OVERLAP, tp=2, **SLICES),
+    over_machines("slices-shared-overlap", SHARED_OVERLAP, tp=2, **SLICES),
 ]
 
 
@@ -231,9 +174,7 @@ def test_layer_over_machines_equals_alltoall(ctx: RankContext, case: LayerCase) 
 
 def overflow_on_rank(ctx: RankContext, more: dict[str, Any]) -> tuple[int, int]:
     """Train a layer that lacks rows: how many this rank dropped, and how often it warned of it."""
-    initialize(ep=4)
-    options = {"ncclep": EpConfig(max_recv_rows=8), **more}
-    layer = build_layer(make_config("ncclep", torch.float32, 4, **options))
+    layer = new_layer(4, ncclep=EpConfig(max_recv_rows=8), **more)
     plans = mock.Mock(wraps=layer.token_dispatcher.engine.plan)
     layer.token_dispatcher.engine.plan = plans
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)

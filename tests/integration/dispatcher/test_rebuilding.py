@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_setup import build_layer, initialize, make_config
+from megatron_setup import build_layer, initialize, make_config, new_layer
 from rank_pool import Imports, RankContext, RankPool
 from rebuilding_case import growth, held, mapped
 from timeouts import PatientPool, patient
@@ -36,27 +36,16 @@ LONG_S = patient(60)
 EXPERTS = 4
 
 
-class Windows(Resource):
-    """Stands in for what `native` shares in a group.
+def share_windows(group: EpGroup) -> mock.Mock:
+    """Let the group hold what stands in for `native`'s windows."""
+    windows = mock.Mock(Resource, **{"device_waited_ns.return_value": 0})
+    group.resources.share("windows", lambda: windows)
+    return windows
 
-    Attributes:
-        open: how many there are.
-        ends: how each went, in order: its number, and what was called.
-    """
 
-    open = 0
-    ends: list[tuple[int, str]] = []  # noqa: RUF012
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        Windows.open += 1
-
-    def close(self, how: str = "close") -> None:
-        Windows.open -= 1
-        Windows.ends.append((self.number, how))
-
-    def abort(self) -> None:
-        self.close("abort")
+def ends(windows: mock.Mock) -> list[str]:
+    """How it was closed."""
+    return [name for name, *_ in windows.method_calls if name in ("close", "abort")]
 
 
 def build(engine: str) -> list[Any]:
@@ -81,23 +70,20 @@ def test_models_with_groups_of_their_own(ctx: RankContext) -> None:
     from megatron.core import parallel_state
 
     seen = []
-    for number in range(MODELS + 1):
+    for _ in range(MODELS + 1):
         initialize(RANKS)  # destroys the groups that Megatron has forgotten
         seen.append(held())
         layers = build("hierarchical")
-        group = EpGroup.of(layers[0].token_dispatcher.group)
-        group.resources.share("windows", lambda number=number: Windows(number))
+        windows = share_windows(EpGroup.of(layers[0].token_dispatcher.group))
         assert len(metrics.after_step()) == 1, "an earlier model's group has metrics"
         assert mapped() == 1
         parallel_state.destroy_model_parallel()
         # At once, while the model is alive and torch still has the process groups.
-        assert (mapped(), Windows.open) == (0, 0)
-        with pytest.raises(
-            GroupClosedError, match=r"destroy_model_parallel.*build the model\) again"
-        ):
+        assert (mapped(), ends(windows)) == (0, ["close"])
+        words = r"destroy_model_parallel.*build the model\) again"
+        with pytest.raises(GroupClosedError, match=words):
             layers[0](torch.randn(4, 4, layers[0].config.hidden_size))
-        del layers, group
-    assert Windows.ends == [(number, "close") for number in range(MODELS + 1)], Windows.ends
+        del layers, windows
     assert growth(seen) == {}, growth(seen)
 
 
@@ -133,14 +119,13 @@ def test_a_rank_that_does_not_come_keeps_nobody(ctx: RankContext) -> None:
     config = EpConfig(engine="reference", timeout_s=LONG_S)
     engine = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
     group = EpGroup.of(ctx.group)
-    Windows.ends.clear()
-    group.resources.share("windows", lambda: Windows(0))
+    windows = share_windows(group)
     logger = logging.getLogger("megatron_ncclep")
     with mock.patch.object(logger, "handle") as said:
         if ctx.rank == 1:
             group.timeout_s = 0.1
             megatron_ncclep.close(ctx.group)
-            assert (mapped(), Windows.open) == (0, 0)
+            assert (mapped(), ends(windows)) == (0, ["abort"])
             with pytest.raises(GroupClosedError, match="create the engine"):
                 engine.plan(torch.zeros(1, 1, dtype=torch.int64))
         dist.barrier(ctx.group)
@@ -148,12 +133,11 @@ def test_a_rank_that_does_not_come_keeps_nobody(ctx: RankContext) -> None:
             with pytest.raises(PeerError, match="rank 1"):
                 engine.plan(torch.zeros(1, 1, dtype=torch.int64))
             megatron_ncclep.close(ctx.group)
-            assert (mapped(), Windows.open) == (0, 0)
+            assert (mapped(), ends(windows)) == (0, ["abort"])
     again = megatron_ncclep.create_engine(ctx.group, EXPERTS, config)
     plan = again.plan(torch.zeros(1, 1, dtype=torch.int64))
     megatron_ncclep.close(ctx.group)
     assert plan.num_rows == (RANKS if ctx.rank == 0 else 0)
-    assert Windows.ends == [(0, "abort")], Windows.ends
     (line,) = (call.args[0].getMessage() for call in said.mock_calls)
     assert f"rank {ctx.rank} of {RANKS} of an expert-parallel group: closed without" in line, line
 
@@ -163,23 +147,17 @@ def test_a_rank_that_does_not_come_keeps_nobody(ctx: RankContext) -> None:
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_groups_are_closed_before_megatron_forgets_its_own(ctx: RankContext, how: str) -> None:
     """After an error without waiting; a group that is not Megatron's stays."""
-    initialize(1)
+    layer = new_layer(1)
     from megatron.core import parallel_state
 
-    class Ending(Resource):
-        """Notes how it was closed, and whether Megatron still had its groups."""
-
-        def close(self, how: str = "close") -> None:
-            ended.append((how, parallel_state.model_parallel_is_initialized()))
-
-        def abort(self) -> None:
-            self.close("abort")
-
-    ended: list[tuple[str, bool]] = []
-    layer = build_layer(make_config("ncclep", torch.float32, 1))
     other = dist.new_group([0])
     for process_group in (parallel_state.get_expert_model_parallel_group(), other):
-        EpGroup.of(process_group).resources.share("ending", Ending)
+        windows = share_windows(EpGroup.of(process_group))
+        for name in ("close", "abort"):
+            getattr(windows, name).side_effect = lambda name=name: ended.append(
+                (name, parallel_state.model_parallel_is_initialized())
+            )
+    ended: list[tuple[str, bool]] = []  # how, and whether Megatron still had its groups
     try:
         if how == "abort":
             raise ZeroDivisionError

@@ -16,7 +16,7 @@ import layer_case
 import pytest
 import torch
 from layer_case import LayerCase, assert_same_training, train_on_rank
-from megatron_setup import EXPERTS
+from megatron_setup import EXPERTS, selective
 from rank_pool import RankContext
 
 from megatron_ncclep.config import EpConfig
@@ -24,7 +24,6 @@ from megatron_ncclep.config import EpConfig
 pytestmark = pytest.mark.each_release
 
 TOP_K = 2
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def experts_of(kind: str, num_tokens: int, rank: int) -> torch.Tensor:
@@ -68,7 +67,7 @@ def train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["exact", "static", "recomputed"])
 @pytest.mark.parametrize("kind", ["others", "fewer", "padded"])
 def test_replayed_experts(ctx: RankContext, kind: str, mode: str) -> None:
-    options: dict[str, Any] = dict(RECOMPUTED) if mode == "recomputed" else {}
+    options: dict[str, Any] = selective("moe") if mode == "recomputed" else {}
     if mode == "static":
         options["ncclep"] = EpConfig(max_recv_rows="worst", alignment=16)
     case = LayerCase(f"{kind}-{mode}", ep=2, options=options, same_bits=mode != "static")

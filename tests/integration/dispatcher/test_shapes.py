@@ -30,80 +30,71 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "slices": {"ep": 2, "etp": 2, "tp": 2},  # with sequence parallelism
 }
 CAPACITY = {"moe_expert_capacity_factor": 0.6}
-BY_POSITION = {**CAPACITY, "moe_token_drop_policy": "position"}
+BY_POSITION = {"moe_token_drop_policy": "position"}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
-AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+PRE_SOFTMAX = {"moe_router_pre_softmax": True}
+BF16 = {"dtype": torch.bfloat16}
+# Sequence lengths are those of a rank's part; with tensor parallelism each two ranks have the same.
 UNEVEN = (3, 6, 1, 9)
-EMPTY = (0, 0, 0, 0)
 # What has no option, for docs/support.md.
 DIFFERENT = ("ranks with different numbers of tokens",)
 NONE = ("ranks without tokens",)
+SIZES = ("other sizes in evaluations",)
 
-# Sequence lengths are those of a rank's part; with tensor parallelism each two ranks have the same.
+
+def of(*options: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Fields of a LayerCase."""
+    return {"options": {k: v for part in options for k, v in part.items()}, **fields}
+
+
+def evaluated(*sequences: int, shows: tuple[str, ...] = SIZES, **fields: Any) -> dict[str, Any]:
+    return of(evaluation=sequences, micro_batches=2, shows=shows, **fields)
+
+
+def balanced(kind: Any, coeff: Any = None, **fields: Any) -> dict[str, Any]:
+    coeffs = {} if coeff is None else {"moe_aux_loss_coeff": coeff}
+    return of({"moe_router_load_balancing_type": kind}, coeffs, **fields)
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "capacity": {"options": CAPACITY},
-    "capacity-by-position": {"options": BY_POSITION},
-    "capacity-pre-softmax": {"options": {**CAPACITY, "moe_router_pre_softmax": True}},
-    "capacity-uneven": {"options": CAPACITY, "sequences": UNEVEN, "shows": DIFFERENT},
-    "pad-to-capacity": {"options": PADDED},
-    "pad-to-capacity-by-position": {"options": {**PADDED, **BY_POSITION}},
-    "uneven": {"sequences": UNEVEN, "shows": DIFFERENT},
-    "one-token": {"sequences": (1, 1, 1, 1), "batch": 1},
-    "rank-without-tokens": {"sequences": (6, 0, 3, 9), "shows": NONE},
-    "no-tokens-at-all": {"sequences": EMPTY, "shows": NONE},
-    "evaluations": {
-        "evaluation": (11, 11, 11, 11),
-        "micro_batches": 2,
-        "shows": ("other sizes in evaluations",),
-    },
-    "evaluations-uneven": {
-        "evaluation": (1, 9, 0, 2),
-        "sequences": UNEVEN,
-        "micro_batches": 2,
-        "shows": ("other sizes in evaluations", *DIFFERENT),
-    },
-    "evaluations-padded": {
-        "evaluation": (2, 2, 2, 2),
-        "pads_decoding": True,
-        "micro_batches": 2,
-        "shows": ("moe_pad_experts_for_cuda_graph_inference",),
-    },
-    "shared-overlap-uneven": {"options": SHARED_OVERLAP, "sequences": UNEVEN, "same_bits": False},
-    "shared-overlap-capacity": {"options": {**SHARED_OVERLAP, **CAPACITY}, "same_bits": False},
-    "gradient-not-contiguous": {"transposed": True},
+    "capacity": of(CAPACITY),
+    "capacity-by-position": of(CAPACITY, BY_POSITION),
+    "capacity-pre-softmax": of(CAPACITY, PRE_SOFTMAX),
+    "capacity-uneven": of(CAPACITY, sequences=UNEVEN, shows=DIFFERENT),
+    "pad-to-capacity": of(PADDED),
+    "pad-to-capacity-by-position": of(PADDED, BY_POSITION),
+    "uneven": of(sequences=UNEVEN, shows=DIFFERENT),
+    "one-token": of(sequences=(1, 1, 1, 1), batch=1),
+    "rank-without-tokens": of(sequences=(6, 0, 3, 9), shows=NONE),
+    "no-tokens-at-all": of(sequences=(0, 0, 0, 0), shows=NONE),
+    "evaluations": evaluated(11, 11, 11, 11),
+    "evaluations-uneven": evaluated(1, 9, 0, 2, sequences=UNEVEN, shows=(*SIZES, *DIFFERENT)),
+    "evaluations-padded": evaluated(
+        2, 2, 2, 2, pads_decoding=True, shows=("moe_pad_experts_for_cuda_graph_inference",)
+    ),
+    "shared-overlap-uneven": of(SHARED_OVERLAP, sequences=UNEVEN, same_bits=False),
+    "shared-overlap-capacity": of(SHARED_OVERLAP, CAPACITY, same_bits=False),
+    "gradient-not-contiguous": of(transposed=True),
 }
 ROUTERS: dict[str, dict[str, Any]] = {
-    "padding-mask": {"options": AUX_LOSS, "padding": 2, "shows": ("padding_mask",)},
-    "z-loss": {"options": {"moe_z_loss_coeff": 0.1}},
-    "global-aux-loss": {
-        "options": {**AUX_LOSS, "moe_router_load_balancing_type": "global_aux_loss"}
-    },
-    "two-aux-losses": {
-        "options": {
-            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-            "moe_aux_loss_coeff": [0.1, 0.2],
-        }
-    },
-    "jitter": {"options": {"moe_input_jitter_eps": 0.1}},
-    "force-load-balancing": {"options": {"moe_router_force_load_balancing": True}},
-    "force-biased": {"options": {"moe_router_force_biased": 0.5}, "since": "0.17"},
-    "pre-softmax-scaled": {
-        "options": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5}
-    },
-    "sqrtsoftplus": {"options": {"moe_router_score_function": "sqrtsoftplus"}, "since": "0.18"},
-    "quantile-balancing": {
-        "options": {"moe_router_load_balancing_type": "quantile_balancing"},
-        "since": "0.19",
-    },
-    "fp64-router-of-fp32-rows": {
-        "options": {"moe_router_dtype": "fp64"},
-        "dtype": torch.float32,
-        "same_bits": False,  # weights travel as fp32
-    },
-    "fp32-router-of-bf16-rows": {"dtype": torch.bfloat16},
+    "padding-mask": balanced("aux_loss", 0.1, padding=2, shows=("padding_mask",)),
+    "z-loss": of({"moe_z_loss_coeff": 0.1}),
+    "global-aux-loss": balanced("global_aux_loss", 0.1),
+    "two-aux-losses": balanced(["aux_loss", "seq_aux_loss"], [0.1, 0.2]),
+    "jitter": of({"moe_input_jitter_eps": 0.1}),
+    "force-load-balancing": of({"moe_router_force_load_balancing": True}),
+    "force-biased": of({"moe_router_force_biased": 0.5}, since="0.17"),
+    "pre-softmax-scaled": of(PRE_SOFTMAX, {"moe_router_topk_scaling_factor": 2.5}),
+    "sqrtsoftplus": of({"moe_router_score_function": "sqrtsoftplus"}, since="0.18"),
+    "quantile-balancing": balanced("quantile_balancing", since="0.19"),
+    # Weights travel as fp32.
+    "fp64-router-of-fp32-rows": of(
+        {"moe_router_dtype": "fp64"}, dtype=torch.float32, same_bits=False
+    ),
+    "fp32-router-of-bf16-rows": of(**BF16),
     # Of 40 bytes, which kernels do not take.
-    "odd-rows": {"options": {"hidden_size": 20}, "dtype": torch.bfloat16},
-    "one-expert-on-each-rank": {"options": {"num_moe_experts": 4}},
+    "odd-rows": of({"hidden_size": 20}, **BF16),
+    "one-expert-on-each-rank": of({"num_moe_experts": 4}),
 }
 
 

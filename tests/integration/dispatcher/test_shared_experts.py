@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, log_calls, make_config
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, drawn, log_calls, new_layer
 from rank_pool import RankContext
 from test_moe_layer import SHARED_OVERLAP
 
@@ -23,38 +23,31 @@ def test_our_kernels_are_queued_first(ctx: RankContext) -> None:
     """A GEMM that is queued before them takes all SMs, and so does one that starts early because it
     does not wait for the work before them.
     """
-    initialize(ep=4)
+    layer = new_layer(4, torch.float64, **SHARED_OVERLAP)
     from megatron_ncclep.cpu.torch_calls import CpuStream
 
-    layer = build_layer(make_config("ncclep", torch.float64, 4, **SHARED_OVERLAP))
     order: list[str] = []
-
     shared, engine = layer.shared_experts, layer.token_dispatcher.engine
     shared.stream = CpuStream()
-    log_calls(order, shared.stream, "wait_stream", "wait")
-    for step in ("plan", "dispatch", "combine"):
-        log_calls(order, engine, step, step)
-    log_calls(order, shared, "linear_fc1_forward_and_act", "fc1")
-    log_calls(order, shared, "linear_fc2_forward", "fc2")
-    log_calls(order, shared, "get_output", "sum")
+    for owner, name, text in (
+        (shared.stream, "wait_stream", "wait"),
+        *((engine, step, step) for step in ("plan", "dispatch", "combine")),
+        (shared, "linear_fc1_forward_and_act", "fc1"),
+        (shared, "linear_fc2_forward", "fc2"),
+        (shared, "get_output", "sum"),
+    ):
+        log_calls(order, owner, name, text)
     for name in ("fc1", "fc2"):
         weight = getattr(shared, f"linear_{name}").weight
         weight.register_hook(lambda _, name=name: order.append(f"{name} backward"))
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64, requires_grad=True)
-    out, _ = layer(hidden)
-    order.append("backward")
-    out.sum().backward()
-    at = order.index("backward")
+    out, _ = layer(drawn(ctx.rank, SEQUENCE, BATCH, HIDDEN).double().requires_grad_())
     # The first wait is for the layer's input; all waits are of the shared experts' stream.
-    before = "wait plan wait dispatch fc1 wait combine fc2 sum"
-    assert order[:at] == before.split()
+    assert order == ["wait", "plan", "wait", "dispatch", "fc1", "wait", "combine", "fc2", "sum"]
+    order.clear()
+    out.sum().backward()
     # The backward of combine is a dispatch, and the other way round; newer Megatron waits too.
-    assert [step for step in order[at + 1 :] if step != "wait"] == [
-        "dispatch",
-        "fc2 backward",
-        "combine",
-        "fc1 backward",
-    ]
+    backward = ["dispatch", "fc2 backward", "combine", "fc1 backward"]
+    assert [step for step in order if step != "wait"] == backward
 
 
 def test_errors_do_not_last(ctx: RankContext) -> None:
@@ -62,9 +55,8 @@ def test_errors_do_not_last(ctx: RankContext) -> None:
     Megatron-Core 0.18 on every later forward pass failed an assertion of its own: the shared
     experts were still in the middle of the one that an InputError had ended.
     """
-    initialize(ep=4)
-    layer = build_layer(make_config("ncclep", torch.float64, 4, **SHARED_OVERLAP))
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=torch.float64)
+    layer = new_layer(4, torch.float64, **SHARED_OVERLAP)
+    hidden = drawn(ctx.rank, SEQUENCE, BATCH, HIDDEN).double()
 
     def too_many(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routing_map = outputs
@@ -74,12 +66,9 @@ def test_errors_do_not_last(ctx: RankContext) -> None:
         return outputs[0][ctx.rank == 1 :], None
 
     expected, _ = layer(hidden)
-    for module, mistake, text in (
-        (layer.router, too_many, "rank 2"),
-        (layer.experts, lose, "rank 1"),
-    ):
+    for module, mistake, rank in ((layer.router, too_many, 2), (layer.experts, lose, 1)):
         hook = module.register_forward_hook(mistake)
-        with pytest.raises(InputError, match=text):
+        with pytest.raises(InputError, match=f"rank {rank}"):
             layer(hidden)
         hook.remove()
         assert torch.equal(layer(hidden)[0], expected)

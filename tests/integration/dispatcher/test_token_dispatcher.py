@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,18 +111,15 @@ def test_ranks_agree_on_a_larger_top_k_within_the_deadline(
     """With capacity padding a rank that had died left the others in an all-reduce of torch's own,
     for 10 or 30 minutes, and nothing said which rank was missing.
     """
-    asked, others = [], iter([1, 4, 0])
-
-    def gather(hosts: Hosts, mine: list[int], what: str, timeout_s: float) -> torch.Tensor:
-        asked.append((mine, timeout_s))
-        return torch.tensor([mine, [next(others)]])
-
+    others = iter([1, 4, 0])
+    gather = mock.Mock(side_effect=lambda mine, *_: torch.tensor([mine, [next(others)]]))
     monkeypatch.setattr(Hosts, "gather", gather)
     dispatcher = make(ncclep=EXACT)
     routing_map = torch.zeros(2, NUM_EXPERTS, dtype=torch.bool)
     routing_map[1, :3] = True
     for tokens, top_k in ((2, 3), (2, 4), (0, TOP_K)):
         assert dispatcher._top_k(routing_map[:tokens]) == top_k
+    asked = [(mine, timeout_s) for mine, _, timeout_s in (call.args for call in gather.mock_calls)]
     assert asked == [([3], 6.0), ([3], 6.0), ([0], 6.0)]  # in the first step
 
 

@@ -25,17 +25,26 @@ from megatron_ncclep.integration.experts.expert_stack import lay_out, with_room
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
 ROOT = Path(__file__).resolve().parents[3]
+LACKS = "is not installed: pip install 'megatron-ncc"
+UNTRIED = "is installed.*only 0.6.5 with 4.7.1 or 4.8.0 was tried: pip install 'megatron-ncclep.exp"
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("pair", "capability", "dtype", "problem"),
     [
-        (("0.6.5", "4.7.1"), (9, 0), torch.bfloat16, None),
-        (("0.6.5", "4.8.0"), (9, 0), torch.bfloat16, None),
-        ((), (9, 0), torch.bfloat16, "quack-kernels is not installed: pip install 'megatron-ncc"),
-        (("0.6.5",), (9, 0), torch.bfloat16, "nvidia-cutlass-dsl is not installed: pip install"),
-        (("0.6.5", "4.7.1"), (10, 0), torch.bfloat16, "9.x, and NVIDIA B200 has 10.0"),
+        (("0.6.5", "4.7.1"), (9, 0), BF16, None),
+        (("0.6.5", "4.8.0"), (9, 0), BF16, None),
+        ((), (9, 0), BF16, f"quack-kernels {LACKS}"),
+        (("0.6.5",), (9, 0), BF16, f"nvidia-cutlass-dsl {LACKS}"),
+        (("0.6.5", "4.7.1"), (10, 0), BF16, "9.x, and NVIDIA B200 has 10.0"),
         (("0.6.5", "4.7.1"), (9, 0), torch.float16, "and the experts compute in torch.float16"),
+        # vLLM 0.24 brings nvidia-cutlass-dsl 4.5.2: nothing looked at it, and the first step of a
+        # training, or a compiler in it, would have failed.
+        (("0.7.0", "4.8.0"), (9, 0), BF16, f"0.7.0 with nvidia-cutlass-dsl 4.8.0 {UNTRIED}"),
+        (("0.6.5", "4.7.0"), (9, 0), BF16, f"0.6.5 with nvidia-cutlass-dsl 4.7.0 {UNTRIED}"),
+        (("0.6.5", "4.8.0rc1"), (9, 0), BF16, f"0.6.5 with nvidia-cutlass-dsl 4.8.0rc1 {UNTRIED}"),
+        (("0.3.11", "4.5.2"), (9, 0), BF16, f"0.3.11 with nvidia-cutlass-dsl 4.5.2 {UNTRIED}"),
     ],
 )
 def test_where_it_can_run(
@@ -49,8 +58,8 @@ def test_where_it_can_run(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = fused_swiglu.unavailable_reason(torch.device("cuda"), dtype)
-    assert reason is None if problem is None else problem in reason
-    cpu = fused_swiglu.unavailable_reason(torch.device("cpu"), torch.bfloat16)
+    assert reason is None if problem is None else re.search(problem, str(reason))
+    cpu = fused_swiglu.unavailable_reason(torch.device("cpu"), BF16)
     assert cpu == "quack-kernels has no kernels for a CPU"
 
 
@@ -87,20 +96,6 @@ def install_pair(monkeypatch: pytest.MonkeyPatch, *pair: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-
-
-@pytest.mark.parametrize(
-    ("quack", "cutlass"),
-    [("0.7.0", "4.8.0"), ("0.6.5", "4.7.0"), ("0.6.5", "4.8.0rc1"), ("0.3.11", "4.5.2")],
-)
-def test_an_untried_pair(quack: str, cutlass: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.24 brings nvidia-cutlass-dsl 4.5.2: nothing looked at it, and the first step of a
-    training, or a compiler in it, would have failed.
-    """
-    install_pair(monkeypatch, quack, cutlass)
-    reason = str(fused_swiglu.unavailable_reason(torch.device("cuda"), torch.bfloat16))
-    assert f"quack-kernels {quack} with nvidia-cutlass-dsl {cutlass} is installed" in reason
-    assert "only 0.6.5 with 4.7.1 or 4.8.0 was tried: pip install 'megatron-ncclep[exp" in reason
 
 
 def test_pip_installs_what_is_taken() -> None:
@@ -152,25 +147,6 @@ def test_other_activations() -> None:
         found = fused_swiglu.other_activation(SimpleNamespace(**(swiglu | change)))
         assert found is not None
         assert problem in found
-
-
-def test_frozen_weights_keep_no_rows() -> None:
-    """They kept the rows of every layer of experts until backward, which had no use for them."""
-    rows, offsets = torch.zeros(16, 8, requires_grad=True), torch.tensor([16], dtype=torch.int32)
-    fc1, fc2 = torch.nn.Parameter(torch.zeros(8, 8)), torch.nn.Parameter(torch.zeros(8, 4))
-    products: Any = SimpleNamespace(
-        fc1=lambda rows, *_: (rows.new_zeros(16, 8), rows.new_zeros(16, 4)),
-        fc2=lambda activated, *_: activated.new_zeros(16, 8),
-    )
-    for trained in (True, False):
-        fc1.requires_grad_(trained)
-        kept: list[int] = []
-        keep = lambda tensor, kept=kept: kept.append(tensor.data_ptr())  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing):
-            fused_swiglu.swiglu_experts(
-                rows, torch.ones(16), offsets, [fc1], [fc2], products, GradientTarget()
-            )
-        assert (rows.data_ptr() in kept) == trained
 
 
 @pytest.mark.parametrize("ends", [[4, 4, 12], [12]], ids=["three", "one"])

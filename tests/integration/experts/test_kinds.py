@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from inference_case import Weights
-from megatron_setup import EXPERTS, build_layer, initialize, make_config, make_experts_differ
+from adapter_libraries import TEGroupedLinear
+from megatron_setup import SWIGLU, build_layer, drawn, initialize, make_config
 from rank_pool import RankContext
+from trainer import differences
 
 from megatron_ncclep import EpConfig
 
@@ -26,14 +24,13 @@ def test_how_experts_take_the_counts(ctx: RankContext) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     for attribute, expected in (
-        (None, (False, True)),
+        ("nothing", (False, True)),
         ("takes_counts_on_device", (True, False)),
         ("_with_fused_impl", (True, True)),
         ("_use_grouped_tensor", (True, True)),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            if attribute is not None:
-                patch.setattr(experts.SequentialMLP, attribute, True, raising=False)
+            patch.setattr(experts.SequentialMLP, attribute, True, raising=False)
             layer = build_layer(make_config("ncclep", torch.float32, 1))
         dispatcher = layer.token_dispatcher
         assert (dispatcher._counts_on_device, dispatcher._counts_cover_all_rows) == expected
@@ -56,41 +53,30 @@ def test_grouped_tensors(ctx: RankContext) -> None:
     results = []
     for kind, fields in (("alltoall", {}), ("ncclep", {}), ("ncclep", {"max_recv_rows": 4096})):
         initialize(ep=1)
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
         from megatron.core.transformer.moe import experts
-        from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        options = {
-            "moe_grouped_gemm": True,
-            "moe_use_grouped_tensor": kind == "ncclep",
-            "gated_linear_unit": True,
-            "activation_func": F.silu,
-        }
+        is_ours = kind == "ncclep"
+        options = {**SWIGLU, "moe_grouped_gemm": True, "moe_use_grouped_tensor": is_ours}
         ncclep = EpConfig(engine="reference", **fields)  # experts="auto"
         config = make_config(kind, torch.float64, 1, ncclep=ncclep, **options)
-        linears = experts.GroupedMLPSubmodules(linear_fc1=Weights, linear_fc2=Weights)
-        submodules = dataclasses.replace(
-            get_gpt_layer_local_submodules(num_experts=EXPERTS).mlp.keywords["submodules"],
-            experts=partial(experts.TEGroupedMLP, submodules=linears),
-        )
         padding = Mock(return_value=Mock(side_effect=AssertionError("the experts pad rows")))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (("HAVE_TE", True), ("Fp8Padding", padding)):
                 patch.setattr(experts, name, value)
             patch.setattr(experts, "Fp8Unpadding", padding)
-            layer = MoELayer(config, submodules=submodules, layer_number=1)
-        make_experts_differ(layer)
+            layer = build_layer(config, linears=TEGroupedLinear)
         given: list[Any] = []
         layer.experts.linear_fc1.register_forward_pre_hook(lambda _, args, g=given: g.append(args))
-        hidden, probe = torch.randn(2, 6, 2, config.hidden_size, dtype=torch.float64).unbind()
+        hidden, probe = drawn(7, 2, 6, 2, config.hidden_size).double()
         out, _ = layer(hidden.requires_grad_())
         (out * probe).sum().backward()
-        assert padding.called == (kind == "ncclep")
+        assert padding.called == is_ours
         (rows, counts), *_ = given
-        assert isinstance(counts, torch.Tensor if kind == "ncclep" else list)
-        if kind == "ncclep":
+        assert isinstance(counts, torch.Tensor if is_ours else list)
+        if is_ours:
             assert int(counts.sum()) == len(rows) == fields.get("max_recv_rows", len(rows))
             assert not (counts % 256).any()
-        results.append([out.detach(), hidden.grad, *(p.grad for p in layer.parameters())])
+        gradients = {name: weight.grad for name, weight in layer.named_parameters()}
+        results.append({"output": out.detach(), "input": hidden.grad, **gradients})
     for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=1e-12, atol=1e-12)
+        assert differences(found, results[0], 1e-12) == []

@@ -4,8 +4,7 @@ another option, would be computed without what makes it different.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from functools import reduce, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +34,8 @@ def experts() -> Any:
     return made
 
 
-def of_bridge(linear: Any, kind: Any = LoRALinear, inner: Any = GroupedExpertLinearAdapter) -> Any:
-    return kind(linear, inner(EXPERTS, linear.weight0, CONFIG))
+def of_bridge(linear: Any) -> Any:
+    return LoRALinear(linear, GroupedExpertLinearAdapter(EXPERTS, linear.weight0, CONFIG))
 
 
 def of_swift(linear: Any) -> Any:
@@ -57,89 +56,101 @@ class ParallelLinearDoRAAdapter(GroupedExpertLinearAdapter):
     pass
 
 
-def changed(make: Callable[[Any], Any], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def wrap(linear: Any) -> Any:
-        wrapper = make(linear)
-        change(wrapper)
-        return wrapper
-
-    return wrap
+def weight(*shape: int, dtype: Any = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
-def with_weight(name: str, *shape: int, dtype: Any = torch.float32) -> Callable[[Any], None]:
-    def change(wrapper: Any) -> None:
-        getattr(wrapper.adapter, name).weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
-
-    return change
+def put(module: Any, path: str, value: Any) -> None:
+    *parts, name = path.split(".")
+    setattr(reduce(getattr, parts, module), name, value)
 
 
-def train_scale(wrapper: Any) -> None:
-    scale = vars(wrapper.adapter).pop("alpha")
-    wrapper.adapter.alpha = nn.Parameter(torch.tensor(float(scale)))
-
-
-def with_bias(wrapper: Any) -> None:
-    wrapper.lora_B["one"].register_parameter("bias0", nn.Parameter(torch.zeros(2 * FFN)))
-
-
-UNREAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "derived": (lambda linear: of_bridge(linear, Derived), "not a known one"),
-    "fused": (lambda linear: of_bridge(linear, TEFusedLoRALinear), "not a known one"),
-    "DoRA": (lambda li: of_bridge(li, inner=ParallelLinearDoRAAdapter), "not a known adapter"),
-    "option": (changed(of_bridge, lambda w: setattr(w, "new", 1)), "not a known one, with known"),
-    "module": (changed(of_bridge, lambda w: setattr(w, "gate", nn.ReLU())), "not a known one"),
-    "option of the adapter": (
-        changed(of_bridge, lambda w: setattr(w.adapter, "new", 1)),
-        "not a known adapter, with known attributes",
-    ),
-    "trained scale": (changed(of_bridge, train_scale), "not a known adapter, with known attr"),
-    "activation": (
-        changed(of_bridge, lambda w: setattr(w.adapter, "activation", nn.ReLU())),
-        "without an activation",
-    ),
-    "another dropout": (
-        changed(of_bridge, lambda w: setattr(w.adapter, "dropout", nn.AlphaDropout())),
-        "AlphaDropout",
-    ),
+FACTOR = "adapter.linear_in.weight"
+# The wrapper, what is set on it or below it, and the words for it.
+Row = tuple[Any, dict[str, Any], str]
+UNREAD: dict[str, Row] = {
+    "derived": (of_bridge, {"__class__": Derived}, "not a known one"),
+    "fused": (of_bridge, {"__class__": TEFusedLoRALinear}, "not a known one"),
+    "DoRA": (of_bridge, {"adapter.__class__": ParallelLinearDoRAAdapter}, "not a known adapter"),
+    "option": (of_bridge, {"new": 1}, "not a known one, with known attributes"),
+    "module": (of_bridge, {"gate": nn.ReLU()}, "not a known one"),
+    "option of the adapter": (of_bridge, {"adapter.new": 1}, "adapter, with known attributes"),
+    "trained scale": (of_bridge, {"adapter.alpha": weight()}, "adapter, with known attributes"),
+    "activation": (of_bridge, {"adapter.activation": nn.ReLU()}, "without an activation"),
+    "another dropout": (of_bridge, {"adapter.dropout": nn.AlphaDropout()}, "AlphaDropout"),
     "other linears": (
-        changed(of_bridge, lambda w: setattr(w.adapter, "linear_in", nn.Linear(HIDDEN, RANK))),
+        of_bridge,
+        {"adapter.linear_in": nn.Linear(HIDDEN, RANK)},
         "with factors of torch.nn.modules.linear.Linear",
     ),
     "slices": (
-        changed(of_bridge, with_weight("linear_in", EXPERTS, RANK // 2, HIDDEN)),
+        of_bridge,
+        {FACTOR: weight(EXPERTS, RANK // 2, HIDDEN)},
         f"with factors [{RANK // 2}, {HIDDEN}] and [{2 * FFN}, {RANK}] of weights",
     ),
     "other experts": (
-        changed(of_bridge, with_weight("linear_in", EXPERTS + 1, RANK, HIDDEN)),
+        of_bridge,
+        {FACTOR: weight(EXPERTS + 1, RANK, HIDDEN)},
         f"of {EXPERTS + 1} experts",
     ),
     "two dtypes": (
-        changed(of_bridge, with_weight("linear_in", EXPERTS, RANK, HIDDEN, dtype=torch.bfloat16)),
+        of_bridge,
+        {FACTOR: weight(EXPERTS, RANK, HIDDEN, dtype=torch.bfloat16)},
         "with factors in torch.bfloat16 and torch.float32",
     ),
-    "another module": (
-        lambda linear: of_bridge(TEGroupedLinear(EXPERTS, HIDDEN, 2 * FFN, config=CONFIG)),
-        "around another module",
+    "another module": (of_bridge, {"to_wrap": experts().linear_fc1}, "around another module"),
+    "variant": (of_swift, {"lora_variant": {"one": 1}}, "another variant"),
+    "bias": (of_swift, {"lora_B.one.bias0": weight(2)}, "have other parameters than weights"),
+    "lora_bias": (of_swift, {"lora_bias": {"one": True}}, "with a bias"),
+    "forward": (of_bridge, {"forward": print}, "known attributes"),
+}
+# After grouped experts have computed the adapter once.
+LATER: dict[str, Row] = {
+    "a hook": (
+        of_bridge,
+        {"adapter.linear_out._forward_hooks": {0: print}},
+        "linear_fc1.adapter.linear_out (_GroupedExpertAdapterWeight) has a forward hook",
     ),
-    "variant": (changed(of_swift, lambda w: w.lora_variant.update(one=1)), "another variant"),
-    "bias": (changed(of_swift, with_bias), "have other parameters than weights"),
-    "lora_bias": (changed(of_swift, lambda w: w.lora_bias.update(one=True)), "with a bias"),
-    "forward": (changed(of_bridge, lambda w: setattr(w, "forward", w.to_wrap)), "known attributes"),
+    "another forward": (
+        of_bridge,
+        {"adapter.forward": print},
+        "is now a LoRALinear, and was a TEGroupedLinear: not a known adapter",
+    ),
+    "another class": (
+        of_bridge,
+        {"__class__": Derived},
+        "is now a Derived, and was a TEGroupedLinear: not a known one",
+    ),
+    "one more": (
+        of_swift,
+        {"lora_A.two": nn.Linear(HIDDEN, RANK)},
+        "is now a LoraParallelLinear, and was a TEGroupedLinear: with parts of an adapter",
+    ),
+    "merged and off": (
+        of_swift,
+        {"merged_adapters": ["one"], "_disable_adapters": True},
+        "adapters of linear_fc1 differ by expert, or are merged and switched off",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize("name", [*UNREAD, *LATER])
 def test_what_is_not_read(name: str) -> None:
-    make, words = UNREAD[name]
+    make, changes, words = (UNREAD | LATER)[name]
     holder = experts()
     built = AsBuilt(holder)
     holder.linear_fc1 = make(holder.linear_fc1)
-    said = built.change()
-    assert said is not None
-    assert said.startswith("linear_fc1 of the experts (Module) is now a ")
-    assert "and was a TEGroupedLinear: " in said
+    if name in LATER:
+        assert built.change() is None
+        assert len(built.adapters["linear_fc1"]) == 1
+    for path, value in changes.items():
+        put(holder.linear_fc1, path, value)
+    said = str(built.change())
     assert words in said
-    assert not built.adapters
+    if name in UNREAD:
+        assert said.startswith("linear_fc1 of the experts (Module) is now a ")
+        assert "and was a TEGroupedLinear: " in said
+        assert not built.adapters
 
 
 @pytest.mark.parametrize("says_whose", [False, True])
@@ -152,47 +163,6 @@ def test_a_patched_class(says_whose: bool, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(LoRALinear, "forward", patch)
     holder.linear_fc1 = of_bridge(holder.linear_fc1)
     assert "with known attributes" in str(built.change())
-
-
-LATER: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "a hook": (
-        of_bridge,
-        lambda w: w.adapter.linear_out.register_forward_hook(print),
-        "linear_fc1.adapter.linear_out (_GroupedExpertAdapterWeight) has a forward hook",
-    ),
-    "another forward": (
-        of_bridge,
-        lambda w: setattr(w.adapter, "forward", w.to_wrap),
-        "is now a LoRALinear, and was a TEGroupedLinear: not a known adapter",
-    ),
-    "another class": (
-        of_bridge,
-        lambda w: setattr(w, "__class__", Derived),
-        "is now a Derived, and was a TEGroupedLinear: not a known one",
-    ),
-    "one more": (
-        of_swift,
-        lambda w: w.lora_A.update({"two": nn.Linear(HIDDEN, RANK)}),
-        "is now a LoraParallelLinear, and was a TEGroupedLinear: with parts of an adapter",
-    ),
-    "merged and off": (
-        of_swift,
-        lambda w: (w.merged_adapters.append("one"), setattr(w, "_disable_adapters", True)),
-        "adapters of linear_fc1 differ by expert, or are merged and switched off",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_what_changes_later(name: str) -> None:
-    make, change, words = LATER[name]
-    holder = experts()
-    built = AsBuilt(holder)
-    holder.linear_fc1 = make(holder.linear_fc1)
-    assert built.change() is None
-    assert len(built.adapters["linear_fc1"]) == 1
-    change(holder.linear_fc1)
-    assert words in str(built.change())
 
 
 def test_not_all_experts() -> None:
@@ -209,14 +179,13 @@ def test_not_all_experts() -> None:
     assert built.change() is None
     (adapter,) = built.adapters["linear_fc1"]
     assert list(adapter.a) == [each.linear_fc1.adapter.linear_in for each in (one, two)]
-    for attribute in ("alpha", "dim"):
-        setattr(two.linear_fc1.adapter, attribute, 64)
+    for path, value in (("adapter.alpha", 64), ("adapter.dim", 64), ("_adapter_enabled", False)):
+        usual = reduce(getattr, path.split("."), two.linear_fc1)
+        put(two.linear_fc1, path, value)
         assert "differ by expert" in str(built.change())
         built.found = None
-        setattr(two.linear_fc1.adapter, attribute, getattr(one.linear_fc1.adapter, attribute))
+        put(two.linear_fc1, path, usual)
         assert built.change() is None
-    two.linear_fc1._adapter_enabled = False
-    assert "differ by expert" in str(built.change())
 
 
 def test_the_list_of_experts() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from types import ModuleType
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from megatron_setup import drawn
+from rank_pool import RankContext
 from torch_products import TorchProducts
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="torch for this machine brings no Triton"
+)
 
 # More and fewer rows than a program has, none, and rows after the last block.
 SIZES, REST = (16, 0, 200, 64, 0, 96), 24
@@ -22,14 +25,38 @@ CLOSE = 1e-6
 MOST_BYTES = 227 * 1024
 
 
-def test_in_the_interpreter() -> None:
-    """In another process: Triton asks for the variable when it is imported."""
-    pytest.importorskip("triton", reason="torch for this machine brings no Triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+def draw(columns: int, seed: int) -> torch.Tensor:
+    """Rows that are NaN after the last block."""
+    values = drawn(seed, USED + REST, columns)
+    values[USED:] = torch.nan
+    return values
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (found.double() - wanted).abs().max() <= CLOSE * wanted.abs().max()
+
+
+@pytest.mark.alone  # on a rank: there the interpreter was chosen before Triton was imported
+@pytest.mark.parametrize(
+    ("rank", "features"), [(8, 192), (24, 320), pytest.param(136, 192, id="in parts")]
+)
+def test_in_the_interpreter(ctx: RankContext, rank: int, features: int) -> None:
+    from megatron_ncclep.integration.experts.low_rank_kernels import factor_gradients, with_low_rank
+
+    low, wide, exact = draw(rank, 1), draw(features, 2), TorchProducts()
+    for interleaved in (False, True):
+        second = factor_gradients(wide, low, ENDS, interleaved)
+        wanted = exact.factor_gradients(wide.double(), low.double(), ENDS, interleaved)
+        assert_close(second, wanted)
+    part_of_wider = torch.cat([wide, low], dim=1)[:, features:]
+    first = factor_gradients(part_of_wider, wide, ENDS, False)
+    assert_close(first, exact.factor_gradients(low.double(), wide.double(), ENDS))
+    assert not first[1].any()  # of an expert without rows
+
+    rows, factor = draw(features, 3), drawn(4, len(SIZES), features, rank)
+    found = with_low_rank(rows, factor, ENDS, 0.5)[:USED]
+    assert torch.equal(found[:, :features], rows[:USED])
+    assert_close(found, exact.with_low_rank(rows.double(), factor.double(), ENDS, 0.5)[:USED])
 
 
 class Launches:
@@ -47,14 +74,9 @@ class Launches:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        kinds = {torch.bfloat16: "*bf16", torch.int32: "*i32"}
+        kinds = {torch.bfloat16: "*bf16", torch.int32: "*i32", int: "i32", float: "fp32"}
         named = dict(zip(self.kernel.arg_names, args, strict=False))
-        signature = {
-            name: kinds[value.dtype]
-            if isinstance(value, torch.Tensor)
-            else {int: "i32", float: "fp32"}[type(value)]
-            for name, value in named.items()
-        }
+        signature = {name: kinds[getattr(v, "dtype", type(v))] for name, v in named.items()}
         # As Triton sees tensors from torch's allocator, and numbers that are multiples of 16.
         is_multiple = [isinstance(v, torch.Tensor) or v % 16 == 0 for v in named.values()]
         attrs = {(i,): [["tt.divisibility", 16]] for i, is_one in enumerate(is_multiple) if is_one}
@@ -71,8 +93,8 @@ def test_shared_memory(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters of rank 128 had no place there, so the first backward pass of whoever trained such
     ones ended in Triton's OutOfResources; tests on GPUs went up to rank 32.
     """
-    pytest.importorskip("triton", reason="torch for this machine brings no Triton")
-    kernels = import_kernels()
+    from megatron_ncclep.integration.experts import low_rank_kernels as kernels
+
     launches = [Launches(kernels._factor_gradients), Launches(kernels._with_low_rank)]
     monkeypatch.setattr(kernels, "_factor_gradients", launches[0])
     monkeypatch.setattr(kernels, "_with_low_rank", launches[1])
@@ -83,53 +105,3 @@ def test_shared_memory(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [shared for launch in launches for shared in launch.shared]
     assert len(found) == 3
     assert max(found) <= MOST_BYTES, found
-
-
-def import_kernels() -> ModuleType:
-    from megatron_ncclep.integration.experts import low_rank_kernels
-
-    return low_rank_kernels
-
-
-def draw(columns: int, seed: int) -> torch.Tensor:
-    """Rows that are NaN after the last block."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(USED + REST, columns, generator=generator)
-    values[USED:] = torch.nan
-    return values
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert (found.double() - wanted).abs().max() <= CLOSE * wanted.abs().max()
-
-
-def check_factor_gradients(rank: int, features: int) -> None:
-    from megatron_ncclep.integration.experts.low_rank_kernels import factor_gradients
-
-    low, wide = draw(rank, 1), draw(features, 2)
-    expected = TorchProducts().factor_gradients
-    for interleaved in (False, True):
-        second = factor_gradients(wide, low, ENDS, interleaved)
-        assert_close(second, expected(wide.double(), low.double(), ENDS, interleaved))
-    part_of_wider = torch.cat([wide, low], dim=1)[:, features:]
-    first = factor_gradients(part_of_wider, wide, ENDS, False)
-    assert_close(first, expected(low.double(), wide.double(), ENDS))
-    assert not first[1].any()  # of an expert without rows
-
-
-def check_with_low_rank(rank: int, features: int) -> None:
-    from megatron_ncclep.integration.experts.low_rank_kernels import with_low_rank
-
-    rows, generator = draw(features, 3), torch.Generator().manual_seed(4)
-    factor = torch.randn(len(SIZES), features, rank, generator=generator)
-    found = with_low_rank(rows, factor, ENDS, 0.5)[:USED]
-    assert torch.equal(found[:, :features], rows[:USED])
-    expected = TorchProducts().with_low_rank(rows.double(), factor.double(), ENDS, 0.5)[:USED]
-    assert_close(found, expected)
-
-
-if __name__ == "__main__":
-    for check in (check_factor_gradients, check_with_low_rank):
-        check(rank=8, features=192)
-        check(rank=24, features=320)
-        check(rank=136, features=192)  # in parts

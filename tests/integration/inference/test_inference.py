@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 import sys
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,10 +24,12 @@ from inference_case import (
     text_generated,
     use_whole_numbers,
 )
-from megatron_setup import has, initialize
+from megatron_setup import drawn, has, initialize
 from rank_pool import RankContext
+from trainer import differences
 
 from megatron_ncclep.config import EpConfig
+from megatron_ncclep.engines.reference.engine import CAPS, ReferenceEngine
 from megatron_ncclep.errors import (
     EngineUnavailableError,
     GroupClosedError,
@@ -46,16 +48,10 @@ FFN = 32
 SIZES = [(3, 4), (0, 2), (1, 0), (0, 0), (2, 9), (7, 0), (4, 4)]
 
 
-def taken(session: Any) -> Any:
-    """Record for each batch whether low-latency mode took it."""
-    choose, found = session.low_latency_for, []
-
-    def low_latency_for(num_tokens: int, problem: str | None) -> Any:
-        chosen = choose(num_tokens, problem)
-        found.append(chosen is not None)
-        return chosen
-
-    return mock.patch.object(session, "low_latency_for", low_latency_for), found
+def watched_engine(layer: Any) -> Any:
+    """Watch the plans of the engine, which takes a batch where low-latency mode does not."""
+    engine = layer._inference_token_dispatcher.session.engine
+    return mock.patch.object(engine, "plan", wraps=engine.plan)
 
 
 @pytest.mark.since("0.18")
@@ -75,15 +71,16 @@ def test_experts_get_their_rows(ctx: RankContext) -> None:
     for built in (layer, theirs):
         use_whole_numbers(built)
     rank = parallel_state.get_expert_model_parallel_rank()
-    patch, found = taken(layer._inference_token_dispatcher.session)
-    with patch:
+    too_large = 0
+    with watched_engine(layer) as plan:
         for round_, sizes in enumerate(SIZES):
             batch = Batch.random(sizes[rank], 10 * round_ + ctx.rank, layer.config, "cpu")
             out = experts_of(layer, batch)
             assert torch.equal(out, batch.expected(FFN)), (sizes, rank)
             if sum(sizes):  # Megatron's kernels want a row
                 assert torch.equal(out, experts_of(theirs, batch)), (sizes, rank)
-    assert found == [max(sizes) <= 4 for sizes in SIZES]
+            too_large += max(sizes) > 4
+            assert plan.call_count == too_large
 
 
 @pytest.mark.since("0.18")
@@ -93,7 +90,7 @@ def test_one_assignment(ctx: RankContext) -> None:
 
     options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     layer = build_inference_layer(ctx, dataclasses.replace(CASE, options=options))
-    hidden = torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(ctx.rank)).bfloat16()
+    hidden = drawn(ctx.rank, 3, 1, 16).bfloat16()
     with torch.no_grad(), InferenceMode.active():
         probs, topk = layer.router(hidden)
         assert (probs.shape, topk.shape) == ((3,), (3,))
@@ -112,7 +109,7 @@ def test_one_assignment(ctx: RankContext) -> None:
 def test_training_passes_take_the_other_dispatcher(ctx: RankContext) -> None:
     from megatron.core.inference.utils import InferenceMode
 
-    results: list[list[Any]] = []
+    results: list[dict[str, Any]] = []
     # With two assignments of a token, sums have two terms.
     for case in (
         InferenceCase("nccl"),
@@ -120,11 +117,9 @@ def test_training_passes_take_the_other_dispatcher(ctx: RankContext) -> None:
         # Every forward pass chose among Megatron's own dispatchers, and trained with `alltoall`.
         InferenceCase("nccl", trains="ncclep", ncclep={}),
     ):
-        layer = build_inference_layer(ctx, case)
-        generator = torch.Generator().manual_seed(ctx.rank)
-        found = []
+        layer, found = build_inference_layer(ctx, case), {}
         for without_gradients in (torch.inference_mode, torch.no_grad):
-            x = torch.randn(6, 2, 16, generator=generator).bfloat16().requires_grad_()
+            x = drawn(len(found) + ctx.rank, 6, 2, 16).bfloat16().requires_grad_()
             if case.kind == "ncclep":
                 with without_gradients(), InferenceMode.active():
                     layer.eval()(x[:2, :1])
@@ -133,29 +128,16 @@ def test_training_passes_take_the_other_dispatcher(ctx: RankContext) -> None:
             is_ours = type(layer.token_dispatcher).__name__ == "NcclEpTokenDispatcher"
             assert is_ours == (case.trains == "ncclep")
             out.sum().backward()
-            found += [out.detach(), x.grad.clone()]
-        results.append([*found, *(p.grad for p in layer.parameters())])
+            name = without_gradients.__name__
+            found |= {f"output {name}": out.detach(), f"input {name}": x.grad}
+        found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+        results.append(found)
     expected, *others = results
-    for found in others:
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [differences(found, expected) for found in others] == [[], []]
 
 
 PROMPTS = (3, 5), (6, 2)
 NUM_NEW = 3
-
-
-def generate_on_rank(ctx: RankContext, kind: str) -> tuple[list[list[int]], list[bool]]:
-    gpt = build_gpt(ctx, InferenceCase(kind))
-    found: list[bool] = []
-    with text_generated(gpt) as generate:
-        lengths = PROMPTS[ctx.rank % 2]
-        prompts = [[(5 * ctx.rank + 7 * i * i + 3) % 47 for i in range(n)] for n in lengths]
-        if kind == "nccl":
-            return [generate(prompt, NUM_NEW) for prompt in prompts], found
-        layer = gpt.decoder.layers[0].mlp
-        patch, found = taken(layer._inference_token_dispatcher.session)
-        with patch:
-            return [generate(prompt, NUM_NEW) for prompt in prompts], found
 
 
 @pytest.mark.since("0.18")
@@ -166,44 +148,37 @@ def generate_on_rank(ctx: RankContext, kind: str) -> tuple[list[list[int]], list
 )
 def test_tokens_are_those_of_nccl(ctx: RankContext) -> None:
     """Two prompts one after the other on each rank, of other lengths than on the other one."""
-    tokens, found = generate_on_rank(ctx, "ncclep")
-    assert tokens == generate_on_rank(ctx, "nccl")[0]
-    assert [len(prompt) for prompt in tokens] == [NUM_NEW] * 2
-    # Two layers: a prompt that is too long on one rank, and then single tokens.
-    one = [False] * 2 + [True] * 2 * (NUM_NEW - 1)
-    assert found == one * 2
+    lengths, tokens = PROMPTS[ctx.rank % 2], []
+    prompts = [[(5 * ctx.rank + 7 * i * i + 3) % 47 for i in range(n)] for n in lengths]
+    for kind in ("nccl", "ncclep"):
+        gpt = build_gpt(ctx, InferenceCase(kind))
+        watch = nullcontext() if kind == "nccl" else watched_engine(gpt.decoder.layers[0].mlp)
+        with text_generated(gpt) as generate, watch as plan:
+            tokens.append([generate(prompt, NUM_NEW) for prompt in prompts])
+    assert tokens[0] == tokens[1]
+    assert [len(prompt) for prompt in tokens[0]] == [NUM_NEW] * 2
+    # In both layers: prompts that are too long on one rank; and then come single tokens.
+    assert plan.call_count == 2 * 2
 
 
 # --- refusals ------------------------------------------------------------------------------------
-
-
-def text_of(error: type[Exception], call: Any) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 # What is set, and the words of the refusal.
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"transformer_impl": "local"},
-        "with transformer_impl='local' and num_moe_experts=8: Megatron-Core has dispatchers",
+        "transformer_impl='local' and num_moe_experts=8: Megatron-Core",
     ),
     (
         {"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_grouped_gemm": False},
         "with transformer_impl='inference_optimized' and num_moe_experts=None: Megatron-Core",
     ),
-    (
-        {"inference_grouped_gemm_backend": "flashinfer"},
-        "inference_grouped_gemm_backend='flashinfer': .* set 'vllm' or 'torch'",
-    ),
+    ({"inference_grouped_gemm_backend": "flashinfer"}, "='flashinfer': .* set 'vllm' or 'torch'"),
 ]
 # What an engine can do at most.
 REFUSED_ENGINES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"low_latency_tokens": 0},
-        "needs low-latency mode, and engine 'reference' has none: where engine 'native' can",
-    ),
+    ({"low_latency_tokens": 0}, "engine 'reference' has none: where engine 'native' can"),
     ({"low_latency_tokens": 2}, "max_tokens 5: low-latency mode of 'reference' takes 1 to 2"),
     ({"max_top_k": 2}, "top_k 3: low-latency mode of 'reference' takes 1 to 2"),
     ({"row_bytes_multiple": 64}, "a row has 32 bytes: engine 'reference' needs a multiple of 64"),
@@ -238,7 +213,6 @@ WANTED = "inference_moe_token_dispatcher_type=ncclep"
 )
 def test_what_is_refused_at_build(ctx: RankContext) -> None:
     initialize(2)
-    from megatron_ncclep.integration.inference import session
 
     def build(case: InferenceCase, **changes: Any) -> None:
         """Build a layer; `changes` come after Megatron's own validation."""
@@ -252,21 +226,13 @@ def test_what_is_refused_at_build(ctx: RankContext) -> None:
     words = r"=torch.float32: .* take only torch.bfloat16: set it"
     with pytest.raises(UnsupportedError, match=words):
         build(CASE, params_dtype=torch.float32)
-    create = session.create_engine
     for caps, words in REFUSED_ENGINES:
-
-        def less(*args: Any, caps: dict[str, Any] = caps) -> Any:
-            made = create(*args)
-            made.caps = dataclasses.replace(made.caps, **caps)
-            return made
-
-        # With a timeout or size of its own a layer gets its own session.
-        case = dataclasses.replace(CASE, ncclep={"inference_tokens": 5})
         with (
-            mock.patch.object(session, "create_engine", less),
+            mock.patch.object(ReferenceEngine, "caps", dataclasses.replace(CAPS, **caps)),
             pytest.raises((InputError, EngineUnavailableError), match=words),
         ):
-            build(case)
+            # With a size of its own a layer gets its own session.
+            build(dataclasses.replace(CASE, ncclep={"inference_tokens": 5}))
     with pytest.raises(
         UnsupportedError, match=r"inference_tokens=4, but .* is 'nccl', which would ignore"
     ):
@@ -285,27 +251,30 @@ def test_what_is_refused_at_build(ctx: RankContext) -> None:
 def test_what_is_refused_of_batches(ctx: RankContext) -> None:
     layer = build_inference_layer(ctx, CASE)
     session = layer._inference_token_dispatcher.session
-    rank, text = session.group.rank, ""
+    rank = session.group.rank
     good = Batch.random(2, 1, layer.config, "cpu")
     # What a router gives that was made for training, on one rank; then rows and probabilities.
     for bad, words in (
-        (dataclasses.replace(good, topk=good.topk[:, :2]), r"rank 1: the router gave .*\[2, 3\]"),
-        (dataclasses.replace(good, hidden=good.hidden.float()), "rank 1: rows are torch.float32"),
-        (dataclasses.replace(good, probs=good.probs.bfloat16()), "probabilities torch.bfloat16"),
+        ({"topk": good.topk[:, :2]}, r"rank 1: the router gave .*\[2, 3\]"),
+        ({"hidden": good.hidden.float()}, "rank 1: rows are torch.float32"),
+        ({"probs": good.probs.bfloat16()}, "probabilities torch.bfloat16"),
     ):
-        text = text_of(InputError, lambda bad=bad: experts_of(layer, bad if rank else good))
-        assert re.search(words, text), text
+        with pytest.raises(InputError, match=words):
+            experts_of(layer, dataclasses.replace(good, **bad) if rank else good)
     assert experts_of(layer, good).shape == good.hidden.shape
     # A graph that Megatron has not announced, and a larger one.
     with mock.patch.object(type(session), "is_capturing", True):
-        text = text_of(InputError, lambda: session.low_latency_for(5, None))
-        assert "graphs of 5 tokens on a rank, but low-latency mode was set up for 4: set" in text
+        words = "graphs of 5 tokens on a rank, but low-latency mode was set up for 4: set"
+        with pytest.raises(InputError, match=words):
+            session.low_latency_for(5, None)
         assert session.low_latency_for(4, None) is not None
-        opened, session._low_latency = session._low_latency, None
-        text = text_of(UnsupportedError, lambda: session.low_latency_for(4, None))
-        assert "before the first batch: run the model once before" in text
-        session._low_latency = opened
-    assert "takes at most 65536" in text_of(InputError, lambda: session.prepare(70000, 70000))
+        with (
+            mock.patch.object(session, "_low_latency", None),
+            pytest.raises(UnsupportedError, match="before the first batch: run the model once be"),
+        ):
+            session.low_latency_for(4, None)
+    with pytest.raises(InputError, match="takes at most 65536"):
+        session.prepare(70000, 70000)
 
 
 # --- Megatron's dynamic engine, as far as it needs no GPU ----------------------------------------
@@ -337,8 +306,7 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
 
     session = layer._inference_token_dispatcher.session
     # The engine runs the largest batch before there are graphs.
-    plan = mock.Mock(wraps=session.engine.plan)
-    with mock.patch.object(session.engine, "plan", plan):
+    with watched_engine(layer) as plan:
         context = context_of(layer.config, 136)
     assert [call.args[0].tolist() for call in plan.mock_calls] == [[[-1] * 3] * 256]
     assert max(context.cuda_graph_token_counts) == 136
@@ -361,7 +329,8 @@ def test_the_context_prepares_graphs_and_asks_for_failures(ctx: RankContext) -> 
     group.resources.release("planted", 60)
     session.close()
     batch = Batch.random(2, 1, layer.config, "cpu")
-    assert "closed" in text_of(GroupClosedError, lambda: experts_of(layer, batch))
+    with pytest.raises(GroupClosedError, match="closed"):
+        experts_of(layer, batch)
 
 
 def test_the_option_on_command_lines_and_in_older_releases(ctx: RankContext) -> None:
@@ -372,9 +341,10 @@ def test_the_option_on_command_lines_and_in_older_releases(ctx: RankContext) -> 
     is_old = megatron.core.__version__.startswith(("0.16", "0.17"))
     field = "inference_moe_token_dispatcher_type"
     if is_old:
+        words = r"Core 0\.1[67]\.\d.* has no dispatchers for inference.*0\.18"
         for kind in (TransformerConfig, MLATransformerConfig):
-            text = text_of(UnsupportedError, lambda kind=kind: kind(**{field: "ncclep"}))
-            assert re.search(r"Core 0\.1[67]\.\d.* has no dispatchers for inference.*0\.18", text)
+            with pytest.raises(UnsupportedError, match=words):
+                kind(**{field: "ncclep"})
     if not has("training"):
         return  # this release's wheel has no command line
     from megatron.training import arguments

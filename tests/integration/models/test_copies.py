@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
+from megatron_setup import BATCH, HIDDEN, SEQUENCE, drawn, new_layer
 from rank_pool import RankContext
 from torch.optim.swa_utils import AveragedModel
 
@@ -26,22 +26,18 @@ def test_a_copy_of_a_layer_uses_its_engines(ctx: RankContext, options: EpConfig)
 
     Megatron's own modules hold process groups, which a copy shares too: who copies a model says so.
     """
-    initialize(ctx.num_ranks, device=ctx.device)
-    config = make_config("ncclep", torch.float32, ctx.num_ranks, ncclep=options)
-    layer = build_layer(config, ctx.device)
+    layer = new_layer(ctx.num_ranks, ncclep=options)
     shared: Any = {dist.ProcessGroup: lambda group, memo: group}
     with mock.patch.dict(copy._deepcopy_dispatch, shared):  # type: ignore[attr-defined]
         copied = AveragedModel(layer).module
     assert copied.token_dispatcher is not layer.token_dispatcher
     assert copied.token_dispatcher.engines is layer.token_dispatcher.engines
-    generator = torch.Generator().manual_seed(ctx.rank)
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(ctx.device)
+    hidden = drawn(ctx.rank, SEQUENCE, BATCH, HIDDEN)
     expected = layer(hidden)[0]
-    assert expected.abs().sum() > 0
+    assert expected.any()
     assert torch.equal(copied(hidden)[0], expected)
-    with torch.no_grad():
-        for weight in copied.experts.parameters():
-            weight.zero_()
-    assert copied(hidden)[0].abs().sum() == 0
+    for weight in copied.experts.parameters():
+        weight.data.zero_()
+    assert not copied(hidden)[0].any()
     assert torch.equal(layer(hidden)[0], expected)
     megatron_ncclep.close(layer.token_dispatcher.group)  # other tests count at another interval

@@ -6,6 +6,7 @@ verl and NeMo-RL free and refill the storages of Megatron's buffers, and replace
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,29 +36,31 @@ class Frozen(Training):
                 parameter.requires_grad = False
 
 
-class Offloaded:
-    """What frameworks do with a model's weights and gradients between two phases."""
+def offloaded(training: Training) -> Callable[[], None]:
+    """Do what frameworks do with a model's weights and gradients between two phases; the result
+    takes them back.
+    """
+    (model,) = training.wrapped
+    buffers = [*model.buffers, *model.expert_parallel_buffers]
+    kept = [(b, b.param_data.clone(), b.grad_data.nbytes) for b in buffers]
+    for buffer in buffers:
+        buffer.param_data.untyped_storage().resize_(0)
+        buffer.grad_data.untyped_storage().resize_(0)
+    # A generator's, which now has the addresses.
+    theirs = [torch.full_like(values, torch.nan) for _, values, _ in kept]
 
-    def __init__(self, training: Training) -> None:
-        (self._model,) = training.wrapped
-        buffers = [*self._model.buffers, *self._model.expert_parallel_buffers]
-        self._kept = [(b, b.param_data.clone(), b.grad_data.numel()) for b in buffers]
-        for buffer in buffers:
-            buffer.param_data.untyped_storage().resize_(0)
-            buffer.grad_data.untyped_storage().resize_(0)
-        # A generator's, which now has the addresses.
-        self._theirs = [torch.full_like(values, torch.nan) for _, values, _ in self._kept]
-
-    def load(self) -> None:
-        for buffer, values, num_gradients in self._kept:
+    def load() -> None:
+        for buffer, values, bytes_of_gradients in kept:
             buffer.param_data.untyped_storage().resize_(values.nbytes)
             buffer.param_data.copy_(values)
-            gradients = buffer.grad_data
-            gradients.untyped_storage().resize_(num_gradients * gradients.itemsize)
-            gradients.zero_()
-        for parameter in self._model.parameters():
+            buffer.grad_data.untyped_storage().resize_(bytes_of_gradients)
+            buffer.grad_data.zero_()
+        for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.clone()
+        theirs.clear()
+
+    return load
 
 
 def results_of(ctx: RankContext, has_phases: bool) -> Results:
@@ -76,9 +79,8 @@ def results_of(ctx: RankContext, has_phases: bool) -> Results:
             model.optimizer.step()
             if has_phases:
                 megatron_ncclep.release_memory()
-                offloaded = [Offloaded(each) for each in models]
-                for each in offloaded:
-                    each.load()
+                for load in [offloaded(each) for each in models]:
+                    load()
         first, second = (model.chunks[0].decoder.layers[0].mlp.router.weight for model in models)
         with torch.no_grad():
             second.copy_(first)
@@ -92,6 +94,4 @@ def results_of(ctx: RankContext, has_phases: bool) -> Results:
     compared="losses, weights and the optimizer's state with those without phases, to the bit",
 )
 def test_bits(ctx: RankContext) -> None:
-    expected = results_of(ctx, has_phases=False)
-    found = results_of(ctx, has_phases=True)
-    assert differences(found, expected) == []
+    assert differences(results_of(ctx, has_phases=True), results_of(ctx, has_phases=False)) == []
