@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_pool import RankContext, RankPool
-from stand_ins import FFN, prepared_on
+from stand_ins import prepared_on
 
 from benchmarks import liger_cute
-from benchmarks.catalogue import LIGER_CUTE, baseline, check_name, kind_of
+from benchmarks.catalogue import LIGER_CUTE
 from benchmarks.layer_model import results_problem
 from megatron_ncclep.benchmark import UnavailableError
 from megatron_ncclep.benchmark.cases import Case
@@ -111,7 +111,7 @@ class Operator(torch.autograd.Function):
         home = out.detach().clone()
         dist.all_reduce(home, group=group)
         home = home[ctx.mine][: ctx.length]
-        return (home.roll(1, 0) if played.fault == "tokens swapped" else home).to(x.dtype)
+        return home.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads_out: torch.Tensor) -> Any:
@@ -153,23 +153,21 @@ def check_on_rank(context: RankContext, fault: str) -> str | None:
         assert not played.configured  # its buffers are free
 
 
-@pytest.mark.parametrize("fault", ["none", "a gradient that is off by its roundings"])
-def test_right_results_pass(two_ranks: RankPool, fault: str) -> None:
-    assert two_ranks.run(check_on_rank, fault) == [None, None]
-
-
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        ("tokens swapped", "output"),
+        ("none", None),
+        ("a gradient that is off by its roundings", None),
         ("gate and up swapped", "output"),
         ("no gradient of the weights of assignments", "gradient of the probabilities"),
         ("half of a gradient", "gradient of experts."),
     ],
 )
-def test_wrong_results_are_rejected(two_ranks: RankPool, fault: str, found: str) -> None:
-    problems = [said for said in two_ranks.run(check_on_rank, fault) if said]
-    assert any(found in problem for problem in problems), problems
+def test_right_results_pass_and_wrong_ones_do_not(
+    two_ranks: RankPool, fault: str, found: str | None
+) -> None:
+    problems = two_ranks.run(check_on_rank, fault)
+    assert problems == [None, None] if found is None else found in str(problems), problems
 
 
 def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
@@ -181,6 +179,7 @@ def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
             prepared = prepared_on(ctx, LIGER_CUTE, work)
         assert [sizes["hidden_dim"] for sizes in played.configured] == [hidden]
         assert [sizes["num_pes"] for sizes in played.configured] == [ctx.num_ranks]
+
         clock = prepared.clock(timer)
         for _ in range(2):
             clock()
@@ -208,19 +207,13 @@ def test_memory_is_that_of_its_own_weights(ctx: RankContext) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both packages are needed; a shared library that does not load says so itself."""
+    """A package, or what its shared library needs."""
     with pytest.raises(UnavailableError, match="liger_kernel is not installed: build LigerCute"):
         liger_cute.imported()
-    (tmp_path / "liger_kernel.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnavailableError, match="liger_cute_kernels is not installed"):
-        liger_cute.imported()
-    package = tmp_path / "liger_cute_kernels"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    said = "libnvshmem_host.so.3: no such file"
-    (package / "tvm_ffi.py").write_text(f"def uniqueid_nbytes(): raise OSError('{said}')")
-    with pytest.raises(UnavailableError, match=f"OSError: {said}"):
+    for name, text in (("liger_kernel", ""), ("liger_cute_kernels", "__path__ = []; no_such")):
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UnavailableError, match="NameError: name 'no_such'"):
         liger_cute.imported()
 
 
@@ -230,19 +223,11 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (replace(CASE, dtype=torch.float32), SIZE, r"bf16 only, and the shape has torch\.float32"),
         (replace(CASE, tokens=(20, 0)), SIZE, "a rank of the shape has none"),
         (replace(CASE, hidden=2880), 2880, r"a multiple of 128 and one of 256, not \(2880, 2880\)"),
-        (CASE, FFN, r"not \(128, 48\)"),
         (CASE, 128, r"not \(128, 128\)"),
     ],
 )
 def test_shapes_that_it_cannot_compute_are_named(case: Case, size: int, message: str) -> None:
     """With GPT-OSS's sizes, the kernel's forward works and its backward has no tiles."""
     assert re.search(message, str(liger_cute.shape_problem(Workload(case, 0, size))))
-    for hidden, ffn in ((2048, 768), (4096, 14336), (7168, 2048), (256, 128)):
+    for hidden, ffn in ((2048, 768), (256, 128)):
         assert liger_cute.shape_problem(Workload(replace(CASE, hidden=hidden), 0, ffn)) is None
-
-
-def test_its_name_is_a_layer_of_others() -> None:
-    check_name(LIGER_CUTE)
-    assert kind_of(LIGER_CUTE) == "layer"
-    us = {"layer:ncclep:native": 1.0, LIGER_CUTE: 2.0, "layer:alltoall": 3.0}
-    assert baseline(us) == LIGER_CUTE
