@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from rank_pool import RankContext, RankPool
 from stand_ins import prepared_on
@@ -72,68 +73,37 @@ class Played:
             raise RuntimeError("cannot map torch process groups to NVSHMEM PEs")
         return 0
 
-    def moe_fused(self, *tensors: torch.Tensor, num_experts: int, top_k: int) -> Any:
-        x, chosen, w, *weights = tensors
+    def moe_fused(
+        self, x: Any, chosen: Any, w: Any, *weights: torch.Tensor, num_experts: int, top_k: int
+    ) -> torch.Tensor:
+        """All ranks' tokens through this rank's experts, in fp32; differentiable."""
         (sizes,) = self.configured
         names = ("max_tokens", "hidden_dim", "max_num_experts", "max_top_k")
         assert (*x.shape, num_experts, top_k) == tuple(sizes[name] for name in names)
         assert chosen.dtype == torch.int32
         assert {t.dtype for t in (x, w, *weights)} == {torch.bfloat16}
         assert all(t.is_contiguous() for t in (x, chosen, w, *weights))
-        return Operator.apply(self, x, chosen, w, *weights)
-
-
-class Operator(torch.autograd.Function):
-    """All ranks' tokens through this rank's experts, in fp32, and back."""
-
-    @staticmethod
-    def forward(ctx: Any, played: Played, x: Any, chosen: Any, w: Any, *weights: Any) -> Any:
-        group = ctx.group = played.started[0]
-        ctx.played, ctx.mine = played, slice(len(x) * dist.get_rank(group), None)
-        ctx.length, first = len(x), len(weights[0]) * dist.get_rank(group)
-        chosen = gathered(chosen, group)
-        with torch.enable_grad():
-            leaves = [t.float().requires_grad_() for t in (gathered(x, group), gathered(w, group))]
-            leaves += [t.detach().float().requires_grad_() for t in weights]
-            xs, ws, gate, up, down = leaves
-            if played.fault == "gate and up swapped":
-                gate, up = up, gate
-            out = torch.zeros_like(xs)
-            for local in range(len(gate)):
-                token, k = (chosen == first + local).nonzero(as_tuple=True)
-                rows = xs[token]
-                rows = (F.silu(rows @ gate[local].t()) * (rows @ up[local].t())) @ down[local].t()
-                factors = ws[token, k][:, None]
-                if played.fault == "no gradient of the weights of assignments":
-                    factors = factors.detach() + 0 * factors
-                out = out.index_add(0, token, rows * factors)
-        ctx.leaves, ctx.out = leaves, out
-        home = out.detach().clone()
-        dist.all_reduce(home, group=group)
-        home = home[ctx.mine][: ctx.length]
-        return home.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads_out: torch.Tensor) -> Any:
-        (grad_out,) = grads_out
-        every = gathered(grad_out, ctx.group).float()
-        grads = list(torch.autograd.grad(ctx.out, ctx.leaves, every))
-        for index in (0, 1):
-            dist.all_reduce(grads[index], group=ctx.group)
-            grads[index] = grads[index][ctx.mine][: ctx.length]
-        if ctx.played.fault == "half of a gradient":
-            grads[3][1] /= 2
-        if ctx.played.fault == "a gradient that is off by its roundings":
+        group = self.started[0]
+        xs, ws, every = (
+            torch.cat(functional.all_gather(t.float(), group=group)) for t in (x, w, chosen)
+        )
+        gate, up, down = (weight.float() for weight in weights)
+        if self.fault == "gate and up swapped":
+            gate, up = up, gate
+        if self.fault == "no gradient of the weights of assignments":
+            ws = ws.detach() + 0 * ws
+        if self.fault == "half of a gradient":
+            up.register_hook(lambda grad: torch.cat([grad[:1], grad[1:2] / 2, grad[2:]]))
+        if self.fault == "a gradient that is off by its roundings":
             # Of K rows, 3, and of parts: a tile of the expert's rows and one more for each rank.
-            grads[4] *= 1 + (CASE.top_k + 3 + 0.6) / 256
-        x, w, *weights = (grad.to(grad_out.dtype) for grad in grads)
-        return None, x, None, w, *weights
-
-
-def gathered(mine: torch.Tensor, group: Any) -> torch.Tensor:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine.contiguous(), group=group)
-    return torch.cat(every)
+            down.register_hook(lambda grad: grad * (1 + (CASE.top_k + 3 + 0.6) / 256))
+        out = torch.zeros_like(xs)
+        for local in range(len(gate)):
+            token, k = (every == len(gate) * dist.get_rank(group) + local).nonzero(as_tuple=True)
+            rows = F.silu(xs[token] @ gate[local].t()) * (xs[token] @ up[local].t())
+            out = out.index_add(0, token, rows @ down[local].t() * ws[token, k][:, None])
+        home = functional.all_reduce(out, group=group)
+        return home[len(x) * dist.get_rank(group) :][: len(x)].to(x.dtype)
 
 
 def check_on_rank(context: RankContext, fault: str) -> str | None:
