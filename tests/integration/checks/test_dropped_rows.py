@@ -72,7 +72,8 @@ def replayed() -> Iterator[None]:
 @pytest.mark.parametrize("case", [WHOLE, REPLICAS, STAGES], ids=["whole", "replicas", "stages"])
 def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: ModelCase) -> None:
     """Its loss was reported, and the next training step was blamed.  No loss is returned on any
-    rank, also where the dropped rows were another stage's or another replica's.
+    rank, also where the dropped rows were another stage's or another replica's.  A step before it
+    whose optimizer did not run, after an overflow of gradients for example, is blamed itself.
     """
     model = model_of(ctx, case, RAISE)
     model.gradients(0)
@@ -86,6 +87,11 @@ def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: Mod
     assert gathered(ctx, text) == [text] * ctx.num_ranks
     assert torch.equal(model.evaluate(0), expected)
     megatron_ncclep.check()  # the next training step is not blamed
+    with collapsed(model):
+        model.gradients(0)
+    with pytest.raises(RowsDroppedError, match=r"had \d+ before this evaluation\. "):
+        model.evaluate(0)
+    assert torch.equal(model.evaluate(0), expected)
     steps: Any = model.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
     assert copy.deepcopy(steps) is None  # a copy of the model makes its own
 
@@ -159,30 +165,6 @@ def test_all_ranks_of_a_grid_learn_the_largest(ctx: RankContext) -> None:
     assert groups_of(wrapped, SimpleNamespace(pp=alone, dp_cp=alone)) == [alone]
 
 
-def test_a_copy_of_a_model_clears_its_own_gradients(ctx: RankContext) -> None:
-    """It cleared the gradients of the model that it was a copy of."""
-    model = model_of(ctx, WHOLE, RERUN)
-    model.gradients(0)
-    chunk: Any = model.wrapped[0]
-    assert chunk._ncclep_has_gradients
-    other = copy.copy(chunk)
-    for name in ("zero_grad_buffer", "_ncclep_reruns"):
-        setattr(other, name, copy.deepcopy(getattr(chunk, name), {id(chunk): other}))
-    assert other._ncclep_reruns is None
-    other.zero_grad_buffer()
-    assert (chunk._ncclep_has_gradients, other._ncclep_has_gradients) == (True, False)
-
-
-def test_a_step_before_an_evaluation_is_blamed_itself(ctx: RankContext) -> None:
-    """A step whose optimizer did not run, after an overflow of gradients for example."""
-    model = model_of(ctx, REPLICAS, RAISE)
-    with collapsed(model):
-        model.gradients(0)
-    with pytest.raises(RowsDroppedError, match=r"had \d+ before this evaluation\. "):
-        model.evaluate(0)
-    model.evaluate(0)
-
-
 @pytest.mark.parametrize("other", [RAISE, RERUN], ids=["raise", "rerun"])
 def test_another_models_shortage_stays_its_own(ctx: RankContext, other: EpConfig) -> None:
     """A step of one model took the report of another one in the same group: it was run again for
@@ -202,7 +184,10 @@ def test_another_models_shortage_stays_its_own(ctx: RankContext, other: EpConfig
 
 
 def test_a_teacher_in_a_students_step_drops_nothing(ctx: RankContext) -> None:
-    """It is not run again itself, so its passes are not attempts."""
+    """It is not run again itself, so its passes are not attempts.  A layer that is called on its
+    own has room for all rows, too; what a graph drops is an error.  A copy of a model cleared the
+    gradients of the model that it was a copy of.
+    """
     student = model_of(ctx, WHOLE, replace(RERUN, max_recv_rows="4x"))
     teacher = build_layer(make_config("ncclep", torch.float32, 4, ncclep=RERUN))
     passes: list[torch.Tensor] = []
@@ -214,19 +199,17 @@ def test_a_teacher_in_a_students_step_drops_nothing(ctx: RankContext) -> None:
     steps: Any = student.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
     assert steps.num_reruns == 0
     megatron_ncclep.check()
-    teacher.token_dispatcher.engines.close()
-
-
-def test_outside_of_schedules(ctx: RankContext) -> None:
-    """A layer that is called on its own has room for all rows; what a graph drops is an error."""
-    initialize(ep=4)
-    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=RERUN))
-    hidden = torch.zeros(4 * SEQUENCE, BATCH, HIDDEN)
-    layer(hidden)
-    megatron_ncclep.check()
-    assert layer.token_dispatcher.num_dropped == 0
     with replayed():
-        layer(hidden)
+        teacher(hidden)
     with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
         megatron_ncclep.check()
-    layer.token_dispatcher.engines.close()
+    teacher.token_dispatcher.engines.close()
+
+    chunk: Any = student.wrapped[0]
+    assert chunk._ncclep_has_gradients
+    other = copy.copy(chunk)
+    for name in ("zero_grad_buffer", "_ncclep_reruns"):
+        setattr(other, name, copy.deepcopy(getattr(chunk, name), {id(chunk): other}))
+    assert other._ncclep_reruns is None
+    other.zero_grad_buffer()
+    assert (chunk._ncclep_has_gradients, other._ncclep_has_gradients) == (True, False)

@@ -81,17 +81,6 @@ def test_bits(ctx: RankContext) -> None:
         assert gathered(ctx, (num_reruns, seen)) == [(num_reruns, seen)] * 4
 
 
-def test_too_many_tokens(ctx: RankContext) -> None:
-    """On every rank, whichever has them."""
-    options = replace(EXACT, max_recv_rows="worst", max_tokens_per_rank=7)
-    initialize(4)
-    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=options))
-    layer(torch.randn(7 - ctx.rank, 1, HIDDEN))
-    text = "rank 2: topk_idx has 8 tokens, more than max_tokens_per_rank 7: set --ncclep-max-tok"
-    with pytest.raises(ValueError, match=text):
-        layer(torch.randn(8 if ctx.rank == 2 else 1, 1, HIDDEN))
-
-
 def test_a_part_of_the_declared_tokens(ctx: RankContext) -> None:
     """Whose longest batch is rare had to make room for it, or to have steps run again: a factor
     below 1x was refused with 'drop', as if every batch had the most tokens.
