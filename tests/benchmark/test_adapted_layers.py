@@ -15,10 +15,8 @@ from stand_ins import FFN, prepared_on
 from test_layers import CASES
 
 from benchmarks import adapted_layers
-from benchmarks.catalogue import known_variant
 from megatron_ncclep.benchmark import UnavailableError
 from megatron_ncclep.benchmark.shapes import Workload
-from megatron_ncclep.errors import InputError
 
 
 class LoRA:
@@ -66,16 +64,6 @@ def test_right_results_pass_and_wrong_ones_do_not(two_ranks: RankPool, layer: st
         assert two_ranks.run(check_on_rank, f"{layer}:{word}", case, "none") == [None, None]
     for spoil, found in (("scale", "output"), ("gradient", "first factor")):
         assert found in str(two_ranks.run(check_on_rank, f"{layer}:lora16", "fp32", spoil))
-
-
-def test_names() -> None:
-    variant = known_variant("layer:ncclep:native:grouped:lora32:full_iteration")
-    assert (variant.frozen, variant.lora_rank, variant.static) == (True, 32, True)
-    variant = known_variant("layer:alltoall:frozen")
-    assert (variant.frozen, variant.lora_rank, variant.ours) == (True, 0, False)
-    for name in ("layer:alltoall:lora8", "train:alltoall:frozen"):
-        with pytest.raises(InputError):
-            known_variant(name)
 
 
 def test_without_megatron_bridge() -> None:

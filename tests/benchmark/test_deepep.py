@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +19,6 @@ import torch
 from benchmarks import deepep
 from benchmarks.catalogue import DEEPEP
 from benchmarks.job import make_subject
-from benchmarks.layer_model import BUFFERS, close_dispatcher
 from megatron_ncclep.benchmark import Setting, UnavailableError, shapes
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.shapes import Workload
@@ -172,17 +170,3 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     ):
         with pytest.raises(UnavailableError, match=message):
             subject_of(monkeypatch, "deepep", case)
-
-
-def test_closing_releases_what_megatron_keeps_for_a_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its buffers have the sizes of the first shape; the library behind `ncclep` is set up once."""
-    released: list[str] = []
-    names = ("reset_hybrid_ep_buffer", "nccl_ep_finalize")
-    kept = {name: partial(released.append, name) for name in names}
-    monkeypatch.setitem(sys.modules, BUFFERS, SimpleNamespace(**kept))  # type: ignore[arg-type]
-    close_dispatcher(SimpleNamespace())
-    assert released == [*names]
-    monkeypatch.delitem(sys.modules, BUFFERS)
-    close_dispatcher(SimpleNamespace())  # nothing was imported

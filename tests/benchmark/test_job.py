@@ -130,6 +130,8 @@ def test_refusals(tmp_path: Path, refused, words: str, message: str) -> None:
         ("layer:ncclep:native:grouped:full_iteration", f"{CPU} full_iteration out"),
         ("layer:alltoall:grouped", "layer:ncclep:ENGINE:grouped"),
         ("layer:alltoall:full_iteration", "write no graphs"),
+        ("layer:alltoall:lora8", "write layer:DISPATCHER["),
+        ("train:alltoall:frozen", "write train:DISPATCHER["),
         ("train:alltoall:static", "dispatcher can be static"),
         ("train:alltoall:full_iteration", "write partial_graphs"),
         ("train:ncclep:native:full_iteration", "write grouped:full_it"),
@@ -223,19 +225,15 @@ def test_subjects_that_train_have_shapes_of_their_own() -> None:
         shape.settings(4)
 
 
-def test_variants_of_a_training() -> None:
+def test_variants() -> None:
     ours, graph = "ncclep:native", "full_iteration"
     for name, expected in (
         ("alltoall_fused:partial_graphs", (False, False, False, "partial_graphs", False)),
-        (ours, (True, False, False, None, False)),
-        (f"{ours}:grouped", (True, True, False, None, False)),
         (f"{ours}:grouped:static", (True, True, True, None, False)),
         # Graphs need a fixed number of rows.
         (f"{ours}:grouped:{graph}", (True, True, True, graph, False)),
         # These end before the dispatch: exact mode, as most people would use them.
         (f"{ours}:partial_graphs", (True, False, False, "partial_graphs", False)),
-        (f"{ours}:grouped:static:partial_graphs", (True, True, True, "partial_graphs", False)),
-        ("alltoall_fused:optimizer_graph", (False, False, False, None, True)),
         (f"{ours}:grouped:{graph}:optimizer_graph", (True, True, True, graph, True)),
     ):
         v = known_variant(f"train:{name}")
@@ -247,6 +245,10 @@ def test_variants_of_a_training() -> None:
     assert known_variant("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
     fused = known_variant("train:alltoall_fused:router_fusion:partial_graphs")
     assert (fused.router_fusion, fused.graphs) == (True, "partial_graphs")
+    adapted = known_variant("layer:ncclep:native:grouped:lora32:full_iteration")
+    assert (adapted.frozen, adapted.lora_rank, adapted.static) == (True, 32, True)
+    frozen = known_variant("layer:alltoall:frozen")
+    assert (frozen.frozen, frozen.lora_rank, frozen.ours) == (True, 0, False)
 
 
 def test_a_run_that_is_stopped_leaves_the_shapes_before(tmp_path: Path) -> None:
