@@ -93,7 +93,6 @@ class Trainer:
         ranks: int = 2,
         entry: str = "be_rank",
         status: int = 0,
-        **environment: str,
     ) -> str:
         """Run a job and return its output.
 
@@ -102,10 +101,9 @@ class Trainer:
             ranks: to start, whatever the arguments say.
             entry: the function below that each rank calls.
             status: with which each rank must end.
-            environment: more variables.
         """
         command = list(map(str, (*arguments, "--ranks", ranks)))
-        ended = self.server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S, **environment)
+        ended = self.server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S)
         assert [rank.exit_code for rank in ended] == [status] * ranks, ended
         return "".join(rank.output for rank in ended)
 
