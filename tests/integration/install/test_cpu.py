@@ -98,51 +98,48 @@ class LaterOptions:
     __slots__ = ("_devices", "_threads", "_timeout", "enable_reconfigure")
 
 
-class LaterGroup:
-    """The gloo group of a torch that passes it more than this package knows."""
+@pytest.mark.parametrize(
+    ("further", "named", "options"),
+    [
+        ((), {}, {}),
+        ((9,), {}, {"_timeout": 9}),
+        ((), {"timeout": 9, "enable_reconfigure": True},
+         {"_timeout": 9, "enable_reconfigure": True}),
+        ((), {"timeout": 9, "mood": "good"}, None),
+        ((9, True), {}, None),
+    ],
+)  # fmt: skip
+def test_further_arguments_reach_gloo(
+    further: tuple[Any, ...], named: dict[str, Any], options: dict[str, Any] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From torch 2.14 on torch passes `enable_reconfigure`, and every CPU command failed.
 
-    _Options = LaterOptions
-    options: Any = None
+    Where `options` is None, arguments are not known, and reach gloo as torch wants it.
+    """
 
-    def __init__(self, store: str, rank: int, size: int, *further: Any, **named: Any) -> None:
-        self.passed = (store, rank, size, *further)
-        self.named = named
-        self.options = next((each for each in further if isinstance(each, LaterOptions)), None)
-        if self.options is None:
+    class Group:
+        """The gloo group of a torch that passes it more than this package knows."""
+
+        _Options = LaterOptions
+
+        def __init__(self, store: str, rank: int, size: int, *further: Any, **named: Any) -> None:
+            self.passed = (further, named)
             self.options = LaterOptions()
             self.options._devices, self.options._threads = [object()], 2
+            if further and isinstance(further[0], LaterOptions):
+                self.options = further[0]
 
-
-@pytest.mark.parametrize(
-    ("further", "named", "is_known"),
-    [
-        ((), {}, True),
-        ((9,), {}, True),
-        ((), {"timeout": 9, "enable_reconfigure": True}, True),
-        ((), {"timeout": 9, "mood": "good"}, False),
-        ((9, True), {}, False),
-    ],
-)
-def test_further_arguments_reach_gloo(
-    further: tuple[Any, ...],
-    named: dict[str, Any],
-    is_known: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From torch 2.14 on torch passes `enable_reconfigure`, and every CPU command failed."""
-    made = type("Group", (LaterGroup,), {"__init__": LaterGroup.__init__})
-    monkeypatch.setattr(dist, "ProcessGroupGloo", made)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Group)
     torch_calls._share_gloo_device()
-    first, second = (made("store", 0, 1, *further, **named) for _ in range(2))
-    assert (first.passed, first.named) == (("store", 0, 1, *further), named)
-    assert (second.options._devices == first.options._devices) == is_known
-    if not is_known:  # as torch wants it
-        assert (second.passed, second.named) == (first.passed, first.named)
+    first, second = (Group("store", 0, 1, *further, **named) for _ in range(2))
+    assert first.passed == (further, named)
+    if options is None:
+        assert second.passed == (further, named)
         return
-    assert (len(second.passed), second.named) == (4, {})
-    expected = {**dict.fromkeys(["timeout"][: len(further)], 9), **named}
-    for name, value in expected.items():
-        assert getattr(second.options, "_timeout" if name == "timeout" else name) == value
+    assert second.passed == ((second.options,), {})
+    assert second.options._devices == first.options._devices
+    assert {name: getattr(second.options, name) for name in options} == options
 
 
 def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:
