@@ -41,38 +41,28 @@ class Named(dict[str, Any]):
 Pair = namedtuple("Pair", ["tokens", "rest"])
 
 
-def kinds_of_batches() -> list[Any]:
-    """Batches of many kinds, in each of which `tokens_of` finds the tokens."""
-    tokens = [torch.arange(3) for _ in range(9)]
-    named = Named(tokens=tokens[0])
+def kinds_of_batches(tokens: torch.Tensor) -> list[Any]:
+    """Batches of many kinds that hold `tokens`."""
+    named = Named(tokens=tokens)
     named.name = "somebody"
     return [
         named,
-        Data(tokens[1]),
-        Frozen({"tokens": tokens[2]}),
-        Pair(tokens[3], None),
-        SimpleNamespace(tokens=[tokens[4]]),
-        UserDict(tokens=tokens[5]),
-        ({"tokens": tokens[6], "when": datetime.date.max}, {1, 2}),
-        [tokens[7]],
-        tokens[8],
+        Data(tokens),
+        Frozen({"tokens": tokens}),
+        Pair(tokens, None),
+        SimpleNamespace(tokens=[tokens]),
+        UserDict(tokens=tokens),
+        ({"tokens": tokens, "when": datetime.date.max}, {1, 2}),
+        [tokens],
+        tokens,
     ]
-
-
-def tokens_of(batch: Any) -> torch.Tensor:
-    while not isinstance(batch, torch.Tensor):
-        if isinstance(batch, list | tuple):
-            batch = batch[0]
-        else:
-            batch = batch["tokens"] if hasattr(batch, "keys") else batch.tokens
-    return batch
 
 
 def test_batches_come_back_as_they_were() -> None:
     """Dataclasses were not looked into: what a step put into them, or changed in place, was in the
     batch that came back.  Subclasses of dict came back as dicts, and broke forward steps.
     """
-    given = kinds_of_batches()
+    given, expected = kinds_of_batches(torch.arange(3)), kinds_of_batches(torch.arange(3))
     batches = Batches(iter(given))
     for batch in batches.first():
         if isinstance(batch, Data | SimpleNamespace):
@@ -80,20 +70,21 @@ def test_batches_come_back_as_they_were() -> None:
         elif hasattr(batch, "keys"):
             batch["tokens"] = None
     assert batches.problem([True], len(given)) is None
-    found, expected = list(batches.again()), kinds_of_batches()
+    found = list(batches.again())
     assert [type(each) for each in found] == [type(each) for each in expected]
-    assert all(torch.equal(tokens_of(f), torch.arange(3)) for f in found)
+    assert repr(found) == repr(expected)
     assert found[0].name == "somebody"
-    assert found[6][1:] == expected[6][1:]
     # Those of the first run and of the rerun are two.
     found[1].tokens = None
-    assert next(iter(list(batches.again())[1:])).tokens is not None
+    assert list(batches.again())[1].tokens is not None
 
 
 @pytest.mark.parametrize("index", range(9))
 def test_a_tensor_that_changes_is_noticed_in_any_batch(index: int) -> None:
-    batches = Batches(iter([kinds_of_batches()[index]]))
-    tokens_of(next(batches.first())).add_(1)
+    tokens = torch.arange(3)
+    batches = Batches(iter([kinds_of_batches(tokens)[index]]))
+    next(batches.first())
+    tokens.add_(1)
     problem = batches.problem([True], 1)
     assert "a tensor of a micro-batch was changed in place" in str(problem)
 
