@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from adapter_libraries import LoRALinear, ParallelLinearAdapter
 from rank_pool import RankContext, RankPool
-from stand_ins import FFN, prepared_on
+from stand_ins import FFN, prepared_on, problem_of
 from test_layers import CASES
 
 from benchmarks import adapted_layers
@@ -48,14 +48,7 @@ def check_on_rank(context: RankContext, name: str, case: str, spoil: str) -> str
             expert.linear_fc1.adapter.alpha *= 3
         elif spoil == "gradient":
             expert.linear_fc2.adapter.linear_in.weight.register_hook(lambda grad: grad / 2)
-    try:
-        for call in prepared.passes.values():
-            call()
-        problem: str | None = prepared.problem()
-        assert all(w.grad is None for w in prepared._shared.module.parameters())
-        return problem
-    finally:
-        prepared.close()
+    return problem_of(prepared)
 
 
 @pytest.mark.parametrize("layer", ["layer:alltoall", "layer:ncclep:reference:grouped"])

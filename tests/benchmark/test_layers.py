@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankContext, RankPool
-from stand_ins import BUGS, FFN, prepared_on, put_into
+from stand_ins import BUGS, FFN, prepared_on, problem_of, put_into
 
 from benchmarks import layer_model as model
 from benchmarks.job import make_subject
@@ -56,15 +56,7 @@ def check_on_rank(
     prepared = prepared_on(context, name, workload, max_recv_rows)
     if context.rank == 1:
         put_into_subject(prepared, workload, bug)
-    layer = getattr(prepared, "_layer", None)
-    try:
-        for call in prepared.passes.values():
-            call()
-        problem = prepared.problem()
-        assert layer is None or all(weight.grad is None for weight in layer.parameters())
-        return problem
-    finally:
-        prepared.close()
+    return problem_of(prepared)
 
 
 def put_into_subject(prepared: Any, workload: Workload, bug: str) -> None:

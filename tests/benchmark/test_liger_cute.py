@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from rank_pool import RankContext, RankPool
-from stand_ins import prepared_on
+from stand_ins import prepared_on, problem_of
 
 from benchmarks import liger_cute
 from benchmarks.catalogue import LIGER_CUTE
@@ -111,16 +111,9 @@ def check_on_rank(context: RankContext, fault: str) -> str | None:
     played = Played(fault if context.rank == 1 else "none")
     with mock.patch.dict(sys.modules, played.modules()):
         prepared = prepared_on(context, LIGER_CUTE, Workload(CASE, context.rank, SIZE))
-    try:
-        for call in prepared.passes.values():
-            call()
-        problem: str | None = prepared.problem()
-        parameters = [*prepared._layer.parameters(), *prepared._shared.module.parameters()]
-        assert all(weight.grad is None for weight in parameters)
-        return problem
-    finally:
-        prepared.close()
-        assert not played.configured  # its buffers are free
+    problem = problem_of(prepared)
+    assert not played.configured  # its buffers are free
+    return problem
 
 
 @pytest.mark.parametrize(

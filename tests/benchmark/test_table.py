@@ -12,7 +12,6 @@ from sample_result import SHAPE, sample_result, training_settings
 
 from benchmarks import plot
 from benchmarks.flops import flops_per_token
-from benchmarks.plot import draw
 from benchmarks.table import render
 from megatron_ncclep.benchmark import result as results
 from megatron_ncclep.benchmark.cases import Case
@@ -199,7 +198,7 @@ def test_bars_are_the_jsons_times(tmp_path: Path) -> None:
         mock.patch.object(Axes, "barh", autospec=True, side_effect=Axes.barh) as barh,
         mock.patch.object(Axes, "axvline", autospec=True, side_effect=Axes.axvline) as axvline,
     ):
-        draw(sample_result(), tmp_path / "x.png")
+        plot.draw(sample_result(), tmp_path / "x.png")
     bars = [(call.kwargs["left"], call.args[2]) for call in barh.call_args_list]
     lines = [call.args[1] for call in axvline.call_args_list]
     rows = [(20, 500, 530, 510, 540), (140, 800, 700, 720, 770), (5001, 4002)]
