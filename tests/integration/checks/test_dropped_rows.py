@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
 from rank_pool import RankContext
-from test_reruns import RERUN, STAGES, WHOLE, is_moe
+from test_reruns import RERUN, STAGES, WHOLE, collapse, is_moe, replayed
 from timeouts import patient
 from trainer import Model, ModelCase
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError
-from megatron_ncclep.integration.layer_engines import LayerEngines
 from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks, groups_of
 
 pytestmark = pytest.mark.each_release
@@ -47,22 +45,10 @@ def model_of(ctx: RankContext, case: ModelCase, options: EpConfig) -> Model:
 @contextmanager
 def collapsed(model: Model) -> Iterator[None]:
     """Let the first replica's tokens all go to the same experts."""
-    layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers if is_moe(layer)]
-    hooks = [
-        layer.mlp.router.register_forward_pre_hook(lambda _, args: (0 * args[0], *args[1:]))
-        for layer in (layers if model.replica < model.case.ep else [])
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def replayed() -> Iterator[None]:
-    """Let calls be in static mode, as those of a CUDA graph that is replayed are."""
-    with mock.patch.object(LayerEngines, "in_use", lambda engines: engines.engine):
+    chunks = model.chunks if model.replica < model.case.ep else []
+    with ExitStack() as hooks:
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers if is_moe(layer)):
+            hooks.enter_context(layer.mlp.router.register_forward_pre_hook(collapse))
         yield
 
 

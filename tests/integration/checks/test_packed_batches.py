@@ -70,9 +70,9 @@ def test_bits(ctx: RankContext) -> None:
         ("auto", "rerun", 0),
     ):
         options = {"max_recv_rows": rows, "on_overflow": overflow, "max_tokens_per_rank": MOST}
-        seen: list[int] = []
-        with mock.patch.object(limit, "WINDOW", 2), watched_limits(seen):
+        with mock.patch.object(limit, "WINDOW", 2), watched_limits() as follow:
             found, num_reruns = results_of(ctx, replace(EXACT, **options))
+        seen = [call.args[1] for call in follow.call_args_list]
         assert (problems := differences(found, expected)) == [], (rows, problems)
         assert least <= num_reruns < len(LENGTHS)
         # Most batches have far fewer than the most tokens: the limit becomes less than a balanced

@@ -78,10 +78,9 @@ class Collapsing(Training):
         if routers:
             super()._change(chunk)
         for router in routers:
-            router.register_forward_pre_hook(self._collapse)
-
-    def _collapse(self, module: Any, args: tuple[torch.Tensor, ...]) -> Any:
-        return (0 * args[0], *args[1:]) if self.collapses else None
+            router.register_forward_pre_hook(
+                lambda router, args: collapse(router, args) if self.collapses else None
+            )
 
     def _loss(self, padding: torch.Tensor | None, losses: torch.Tensor) -> tuple[Any, ...]:
         self.machine().validate_result(losses.mean(), torch.isnan, "loss")
@@ -118,6 +117,16 @@ class Collapsing(Training):
         return found
 
 
+def collapse(router: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Let all tokens go to the same experts: the router sees zeros."""
+    return (0 * args[0], *args[1:])
+
+
+def replayed() -> Any:
+    """Let calls be in static mode, as those of a CUDA graph that is replayed are."""
+    return mock.patch.object(LayerEngines, "in_use", lambda engines: engines.engine)
+
+
 def is_moe(layer: Any) -> bool:
     return hasattr(layer.mlp, "router")
 
@@ -151,6 +160,12 @@ def results_of(
     return {**results, **training.everything()}, reruns, sum(g.replays for g in captured)
 
 
+def watched_limits() -> Any:
+    """Note each limit of the engines."""
+    follow = LayerEngines.follow
+    return mock.patch.object(LayerEngines, "follow", autospec=True, side_effect=follow)
+
+
 class Graph:
     """Stands for a CUDA graph: a replay runs what was captured, in static mode whoever asks."""
 
@@ -162,7 +177,7 @@ class Graph:
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
         self.replays += 1
-        with mock.patch.object(LayerEngines, "in_use", lambda engines: engines.engine):
+        with replayed():
             return None if self.run is None else self.run(*args, **kwargs)
 
 
@@ -281,9 +296,9 @@ def follow_the_limit(ctx: RankContext, expected: Results) -> None:
     auto = replace(RERUN, max_recv_rows="auto")
     gib = 1.5 * 96 * 2 * HIDDEN * 4 / 2**30  # for 1.5 times a balanced load of an evaluation
     for options, kind in ((auto, "full_iteration"), (replace(auto, max_recv_gib=gib), "")):
-        seen: list[int] = []
-        with mock.patch.object(limit, "WINDOW", 4), watched_limits(seen):
+        with mock.patch.object(limit, "WINDOW", 4), watched_limits() as follow:
             found, reruns, replays = results_of(ctx, WHOLE, options, kind)
+        seen = [call.args[1] for call in follow.call_args_list]
         assert (problems := differences(found, expected)) == [], problems
         assert 3 <= reruns.num_reruns <= 12, reruns.num_reruns
         if kind:
@@ -292,19 +307,6 @@ def follow_the_limit(ctx: RankContext, expected: Results) -> None:
         else:
             assert seen == [2300] * 2 + [1500] * 2, seen  # evaluations are longer, with less room
         assert gathered(ctx, seen) == [seen] * 4
-
-
-@contextmanager
-def watched_limits(seen: list[int]) -> Iterator[None]:
-    """Note each limit of the engines."""
-    original = LayerEngines.follow
-
-    def follow(engines: LayerEngines, factor: int) -> None:
-        seen.append(factor)
-        original(engines, factor)
-
-    with mock.patch.object(LayerEngines, "follow", follow):
-        yield
 
 
 def test_limit() -> None:

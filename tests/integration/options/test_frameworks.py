@@ -45,23 +45,21 @@ if IS_RANK:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     @dataclasses.dataclass
-    class Deferred(TransformerConfig):
-        """Validates when its user has set all, as Megatron-Bridge's do."""
+    class Provider(TransformerConfig):
+        """Validates when its user has set all, and builds the model itself, as Megatron-Bridge's
+        do; redefines some fields of the base class.
+        """
+
+        vocab_size: int | None = None
+        # From a time when Megatron had only these three.
+        moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+        num_layers: int = 1
 
         def __post_init__(self) -> None:
             """Not yet."""
 
         def finalize(self) -> None:
             TransformerConfig.__post_init__(self)
-
-    @dataclasses.dataclass
-    class Provider(Deferred):
-        """Builds the model itself; redefines some fields of the base class."""
-
-        vocab_size: int | None = None
-        # From a time when Megatron had only these three.
-        moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
-        num_layers: int = 1
 
         def provide(self) -> Any:
             initialize(ep=1)
