@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,14 +104,13 @@ def subject_of(
     work = Workload(case, RANK)
     played = Played(work, **faults)
 
-    def made(*args: Any, **options: Any) -> Played:
-        played.options = options
-        return played
-
+    made = mock.Mock(return_value=played)
     installed(monkeypatch, ElasticBuffer=made, HybridEPBuffer=made)
     monkeypatch.setattr(deepep.dist, "all_reduce", lambda *args, **options: None)
     group: Any = SimpleNamespace()
-    return make_subject(name, Setting(RANK, 3, "cpu", 60.0, lambda: group), work), played
+    subject = make_subject(name, Setting(RANK, 3, "cpu", 60.0, lambda: group), work)
+    played.options = made.call_args.kwargs
+    return subject, played
 
 
 @pytest.mark.parametrize("name", [*DEEPEP, "deepep@24"])
