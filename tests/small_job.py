@@ -60,22 +60,16 @@ def command(*arguments: object) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Variables for this package."""
-    folders = [str(ROOT), os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `ncclep train`; stdout and stderr come in one text."""
-    return subprocess.run(
-        command(*arguments), cwd=cwd, env=environment(), text=True, timeout=TIMEOUT_S,
+def train(*arguments: object) -> str:
+    """Run `ncclep train`, which must succeed; return stdout and stderr in one text."""
+    done = subprocess.run(
+        command(*arguments), env=environment(), text=True, timeout=TIMEOUT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-
-
-def train(*arguments: object) -> str:
-    """Run `ncclep train`, which must succeed, and return its output."""
-    done = run(*arguments)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -99,7 +93,6 @@ class Trainer:
         ranks: int = 2,
         entry: str = "be_rank",
         status: int = 0,
-        **environment: str,
     ) -> str:
         """Run a job and return its output.
 
@@ -108,10 +101,9 @@ class Trainer:
             ranks: to start, whatever the arguments say.
             entry: the function below that each rank calls.
             status: with which each rank must end.
-            environment: more variables.
         """
         command = list(map(str, (*arguments, "--ranks", ranks)))
-        ended = self.server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S, **environment)
+        ended = self.server.run(f"small_job:{entry}", command, ranks, TIMEOUT_S)
         assert [rank.exit_code for rank in ended] == [status] * ranks, ended
         return "".join(rank.output for rank in ended)
 

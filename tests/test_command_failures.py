@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from timeouts import patient
 from megatron_ncclep import cli, envs
 from megatron_ncclep.engines import AUTO, ENGINES
 from megatron_ncclep.error_reporting import install_excepthook, run_reporting
-from megatron_ncclep.errors import InputError, PeerError, UnsupportedError
+from megatron_ncclep.errors import InputError, PeerError
 from megatron_ncclep.libraries import extension
 
 TIMEOUT_S = patient(60)
@@ -41,19 +42,40 @@ def raise_it(error: Exception) -> int:
     raise error
 
 
-def test_own_errors_are_a_line_and_the_summary(error_file: Path, capfd) -> None:
+def summary(error_file: Path) -> str:
+    """What torchrun shows of it."""
+    message = json.loads(error_file.read_text())["message"]
+    return str(message["extraInfo"]["py_callstack"])
+
+
+def test_errors_stand_in_the_summary(error_file: Path, capfd, monkeypatch) -> None:
+    """Our own as one line; without torchrun there is no rank and no file."""
     assert run_reporting("ncclep x", lambda: raise_it(PeerError("rank 1 has died"))) == 2
     assert capfd.readouterr().err == "ncclep x: rank 3: error: rank 1 has died\n"
-    message = json.loads(error_file.read_text())["message"]
-    assert message["extraInfo"]["py_callstack"] == "PeerError: rank 1 has died"
-
-
-def test_other_errors_go_on_and_stand_in_the_summary(error_file: Path) -> None:
+    assert summary(error_file) == "PeerError: rank 1 has died"
     with pytest.raises(KeyError):
         run_reporting("ncclep x", lambda: raise_it(KeyError("theirs")))
-    text = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
-    assert text.startswith("Traceback")
-    assert text.endswith("KeyError: 'theirs'\n")
+    assert summary(error_file).startswith("Traceback")
+    assert summary(error_file).endswith("KeyError: 'theirs'\n")
+    for name in ("RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name)
+    assert run_reporting("ncclep x", lambda: raise_it(InputError("wrong"))) == 2
+    assert capfd.readouterr().err == "ncclep x: error: wrong\n"
+    assert run_reporting("ncclep x", lambda: 5) == 5
+
+
+def test_own_errors_of_other_scripts_stand_in_the_summary(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that torchrun runs without our command: its summary had "error_file: <N/A>"."""
+    theirs = mock.Mock()
+    monkeypatch.setattr(sys, "excepthook", theirs)
+    install_excepthook.__wrapped__()
+    for error in (KeyError("theirs"), RuntimeError("theirs"), PeerError("rank 1 has died")):
+        sys.excepthook(type(error), error, None)
+        theirs.assert_called_with(type(error), error, None)
+        assert error_file.exists() == isinstance(error, PeerError)
+    assert summary(error_file) == "PeerError: rank 1 has died"
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -89,21 +111,6 @@ def test_variables_that_nothing_reads_are_warned_of_and_wrong_ones_refused(
         monkeypatch.setenv(name, value)
         assert cli.main(["env"]) == 2
         assert re.fullmatch(rf"ncclep env: error: .*{name}.*\n", capsys.readouterr().err)
-
-
-def test_own_errors_of_other_scripts_stand_in_the_summary(
-    error_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A script that torchrun runs without our command: its summary had "error_file: <N/A>"."""
-    seen: list[object] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: seen.append(args))
-    install_excepthook.__wrapped__()
-    for error in (KeyError("theirs"), RuntimeError("theirs"), PeerError("rank 1 has died")):
-        sys.excepthook(type(error), error, None)
-        assert seen.pop() == (type(error), error, None)
-        assert error_file.exists() == isinstance(error, PeerError)
-    message = json.loads(error_file.read_text())["message"]
-    assert message["extraInfo"]["py_callstack"] == "PeerError: rank 1 has died"
 
 
 A_RANK_DIES = """
@@ -187,21 +194,3 @@ def test_what_a_rank_s_error_held_is_never_freed(
     assert said in capfd.readouterr().err
     gc.collect()
     assert held[0]() is not None
-
-
-def test_without_torchrun_there_is_no_rank_and_no_file(capfd, monkeypatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert run_reporting("ncclep x", lambda: raise_it(InputError("wrong"))) == 2
-    assert capfd.readouterr().err == "ncclep x: error: wrong\n"
-    assert run_reporting("ncclep x", lambda: 5) == 5
-
-
-def test_what_megatron_appends_reads_well() -> None:
-    """See integration/checks/test_refusals.py for Megatron itself; nested builders append twice."""
-    error = UnsupportedError("x=True: leave it out")
-    for name in ("MoELayer", "TransformerLayer", "GPTModel"):
-        error = type(error)(f"{error} when instantiating {name}")
-    built = "MoELayer in TransformerLayer in GPTModel"
-    assert str(error) == f"x=True: leave it out (while building {built})"
-    assert str(InputError("stands when instantiating")) == "stands when instantiating"

@@ -83,10 +83,8 @@ def replayed_on_cpu(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
     def replay() -> None:
         for name, value in call().items():
-            kept = results[name]
-            assert (kept is None) == (value is None)
-            if kept is not None and value is not None:
-                kept.copy_(value)
+            if value is not None:
+                results[name].copy_(value)
 
     return replay, results
 
@@ -100,3 +98,16 @@ def prepared_on(
         mock.patch.object(layers.catalogue, "unavailable_reason", return_value=None),
     ):
         return make_subject(name, setting_of(context), workload, max_recv_rows=max_recv_rows)
+
+
+def problem_of(prepared: Any) -> str | None:
+    """Run a subject as if it were timed, check it, and close it."""
+    try:
+        for call in prepared.passes.values():
+            call()
+        problem: str | None = prepared.problem()
+        if (shared := getattr(prepared, "_shared", None)) is not None:
+            assert all(weight.grad is None for weight in shared.parameters())
+        return problem
+    finally:
+        prepared.close()

@@ -30,10 +30,6 @@ def prepared(process_group: dist.ProcessGroup) -> Iterator[LowLatencySubject]:
     EpGroup.of(process_group).close()
 
 
-def swap(rows: torch.Tensor) -> None:
-    rows[0, [1, 3]] = rows[0, [3, 1]]
-
-
 def change(tensor: torch.Tensor) -> None:
     tensor.view(-1)[2] += 1
 
@@ -41,7 +37,7 @@ def change(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "mutation", "message"),
     [
-        ("rows", swap, r"from rank 0: rows\[1, 0\] is .*; 2 of 5 rows differ"),
+        ("rows", lambda rows: rows.copy_(rows.flip(1)), r"from rank 0: rows\[0, 0\] is .* rows di"),
         ("topk_idx", change, r"topk_idx\[1, 0\] is "),
         ("weights", change, r"weights\[1, 0\] is "),
         ("counts", lambda counts: counts.fill_(4), "4 rows, expected 5"),
@@ -80,12 +76,10 @@ def test_numbers_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert text.count("low-latency mode: H 7168, E 256, K 8, bfloat16") == 1
     assert "reference, T 8: not measured: it is not there" in text
     assert "NO GPU" not in text
-    draw(result, tmp_path / "gpu.png")
     result["low_latency"][0]["on_gpu"] = False
     result["low_latency"][1] |= {"error": "it died", "subjects": []}
     text = render(result)
     assert "NO GPU WAS USED" in text
     assert "T 8: nothing was measured: it died" in text
-    draw(result, tmp_path / "cpu.png")
-    for name in ("gpu.png", "cpu.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    draw(result, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -105,14 +106,13 @@ def subject_of(
     work = Workload(case, RANK)
     played = Played(work, **faults)
 
-    def made(*args: Any, **options: Any) -> Played:
-        played.options = options
-        return played
-
+    made = mock.Mock(return_value=played)
     installed(monkeypatch, ElasticBuffer=made, HybridEPBuffer=made)
     monkeypatch.setattr(deepep.dist, "all_reduce", lambda *args, **options: None)
     group: Any = SimpleNamespace()
-    return make_subject(name, Setting(RANK, 3, "cpu", 60.0, lambda: group), work), played
+    subject = make_subject(name, Setting(RANK, 3, "cpu", 60.0, lambda: group), work)
+    played.options = made.call_args.kwargs
+    return subject, played
 
 
 @pytest.mark.parametrize("name", [*DEEPEP, "deepep@24"])
@@ -151,7 +151,7 @@ def test_wrong_results_are_found(name: str, fault: str, monkeypatch: pytest.Monk
     assert f"{call}: rank 1" in str(subject.problem())
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A package of the other branch has the same name; a broken one is imported only now."""
     monkeypatch.setitem(sys.modules, "deep_ep", None)  # type: ignore[arg-type]
     with pytest.raises(UnavailableError, match=r"not installed: build branch main \(V2\)"):
@@ -165,21 +165,13 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UnavailableError, match="OSError: libnccl"):
         deepep.buffer_class("deepep")
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
+    # DeepEP's combine would fail to compile, after a dispatch that works.
+    for case, message in (
         (replace(CASE, dtype=torch.float32), r"bf16 rows only, and these are torch\.float32"),
         (replace(CASE, hidden=2880), "a multiple of 256 values, and these have 2880"),
-    ],
-)
-def test_rows_that_they_cannot_add_are_named(
-    case: Case, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepEP's combine would fail to compile, after a dispatch that works."""
-    with pytest.raises(UnavailableError, match=message):
-        subject_of(monkeypatch, "deepep", case)
+    ):
+        with pytest.raises(UnavailableError, match=message):
+            subject_of(monkeypatch, "deepep", case)
 
 
 def test_closing_releases_what_megatron_keeps_for_a_process(

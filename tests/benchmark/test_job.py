@@ -67,20 +67,12 @@ GOOD = "{name: a, tokens: 8, hidden: 8, experts: 8, top_k: 2}"
         ("trainings: [{name: a}]", "training a: no model"),
         (f"shapes: [{GOOD}]\ntrainings: [{TINY}]", "a different name"),
         (f"trainings: [{TINY[:-1]}, steps: 3}}]", "training a: unknown key 'steps'"),
-        (f"trainings: [{TINY[:-1]}, microbatches: 0}}]", "microbatches 0: must be >= 1"),
         (f"trainings: [{TINY[:-1]}, routing: even}}]", "routing 'even': one of natural, balanced"),
         (f"trainings: [{TINY[:-1]}, on_ranks: 4}}]", "on_ranks 4: must be numbers of ranks"),
         (f"trainings: [{TINY[:-1]}, changes: {{global-batch-size: 4}}}}]", "leave it out"),
         (f"shapes: [{GOOD[:-1]}, dtype: float64}}]", "dtype 'float64': one of bfloat16, float16"),
-        (f"shapes: [{GOOD[:-1]}, alignment: 3}}]", "alignment 3: one of 1, 16"),
-        (f"shapes: [{GOOD[:-1]}, ffn_hidden_size: 2.5}}]", "ffn_hidden_size 2.5: must be int"),
-        (f"shapes: [{GOOD[:-1]}, skew: -1}}]", "skew -1"),
         (f"shapes: [{GOOD.replace('top_k: 2', 'top_k: 9')}]", "a token picks distinct experts"),
-        (
-            f"shapes: [{GOOD[:-1]}, max_recv_rows: 8}}]\nsubjects: [alltoall]",
-            "alltoall would ignore",
-        ),
-        (f"shapes: [{GOOD}]\nsubjects: [nothing]", "unknown subject 'nothing'"),
+        (f"shapes: [{GOOD[:-1]}, max_recv_rows: 8}}]\nsubjects: [alltoall]", "would ignore"),
         (f"shapes: [{GOOD}]\nsubjects: nothing", "subjects must be a list"),
         (f"shapes: [{GOOD}]\nsamples: 0", "samples 0"),
     ],
@@ -90,7 +82,7 @@ def test_malformed_files_are_refused(tmp_path: Path, refused, text: str, message
     path.write_text(text)
     said = refused("--config", str(path), "--device", "cpu", "--out", str(tmp_path))
     assert message in said
-    assert "bad.yaml" in said or "unknown subject" in said
+    assert "bad.yaml" in said
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -106,8 +98,6 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--smoke --device cuda", "leave --device cuda out"),
         ("--smoke --ranks 3", "8 experts cannot be divided over 3 ranks"),
         ("--smoke --ranks 0", "--ranks 0: must be at least 1"),
-        ("--config models --device cpu --ranks 16", "shape mixtral-8x7b: 8 experts"),
-        ("--config nothing", "no benchmark configuration 'nothing'"),
         ("--config models --subjects train:alltoall", "give --config training"),
         ("--config training --subjects reference", "training has trainings only"),
         ("--device cpu --subjects train:alltoall", "modules, which need a GPU"),
@@ -119,8 +109,6 @@ LL, CPU = "--mode ll --device cpu", "a CPU has no CUDA graphs: leave"
         ("--smoke --max-recv-rows 64 --subjects layer:ncclep:native", "no subject has a fixed"),
         # Of what has no low-latency mode, or what that would ignore.
         (f"{LL} --subjects alltoall", "graphs can hold: native, reference, nccl_ep_library,"),
-        (f"{LL} --subjects nccl_ep", "measures subjects that have it"),
-        (f"{LL} --config training", "has trainings only"),
         (f"{LL} --config smoke", "alignment 16: low-latency mode has no expert blocks"),
         (f"{LL} --model-network", "leave --device, --mode out"),
     ],
@@ -137,21 +125,17 @@ def test_refusals(tmp_path: Path, refused, words: str, message: str) -> None:
         ("reference@8", "would ignore a number of SMs"),
         ("train:ncclep:native@24", "would ignore a number of SMs"),
         ("nccl_ep@x", "write a number of SMs after the @"),
-        ("flex_deepep@24", "would ignore a number of SMs"),
-        ("deepep:fused", "unknown subject 'deepep:fused'"),
         ("nccl_ep_library:nccl-extensions+pull_push", "unknown subject"),
-        ("experts:native", "unknown subject 'experts:native': there"),
-        ("experts:grouped:full_iteration", f"full_iteration: {CPU} full_iteration out"),
         ("layer:native", "'layer:native': write layer:DISPATCHER["),
         ("layer:ncclep:native:grouped:full_iteration", f"{CPU} full_iteration out"),
         ("layer:alltoall:grouped", "layer:ncclep:ENGINE:grouped"),
         ("layer:alltoall:full_iteration", "write no graphs"),
-        ("train:ncclep:native:static:grouped", "in this order"),
+        ("layer:alltoall:lora8", "write layer:DISPATCHER["),
+        ("train:alltoall:frozen", "write train:DISPATCHER["),
         ("train:alltoall:static", "dispatcher can be static"),
         ("train:alltoall:full_iteration", "write partial_graphs"),
         ("train:ncclep:native:full_iteration", "write grouped:full_it"),
         ("train:ncclep:native:grouped:static:full_iteration", "implies static: leave it out"),
-        ("train:alltoall:partial_graphs", f"train:alltoall:partial_graphs: {CPU} partial_graphs"),
         ("train:alltoall:optimizer_graph", f"{CPU} optimizer_graph out"),
         ("train:alltoall:router_fusion", "fused router needs a GPU: leave router_fusion out"),
     ],
@@ -165,25 +149,19 @@ def test_subjects_that_are_refused(refused, names: str, message: str) -> None:
     [
         ("--smoke --subjects layer:alltoall", "`python -m benchmarks` in a checkout"),
         ("--smoke --subjects reference@8", "would ignore a number of SMs"),
-        ("--smoke --subjects native@x", "write a number of SMs after the @"),
-        ("--smoke --subjects reference,reference", "named twice"),
         (f"{LL} --subjects nccl_ep", "graphs can hold: native, reference"),
-        ("--config training", "no benchmark configuration 'training'"),
-        ("--device cpu", "models takes hours on a CPU"),
+        ("--smoke --model-network", "--model-network; --model-network and --max-recv-rows are"),
     ],
 )
 def test_what_the_installed_command_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    assert cli.main(["bench", *words.split(), "--out", str(tmp_path)]) == 2
+    try:
+        status = cli.main(["bench", *words.split(), "--out", str(tmp_path)])
+    except SystemExit as end:  # of the parser
+        status = int(str(end.code))
+    assert status == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--model-network", "--max-recv-rows=64"])
-def test_an_option_of_a_checkout_says_so(capsys: pytest.CaptureFixture[str], option: str) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "--smoke", option])
-    assert f"{option}; --model-network and --max-recv-rows are" in capsys.readouterr().err
 
 
 def test_another_number_of_ranks_than_torchruns_is_refused(
@@ -204,6 +182,7 @@ def make(config: str, **given: object) -> Job:
 
 
 def test_what_the_command_line_names_wins_over_the_file() -> None:
+    """The earlier of two `--subjects` was dropped without a word."""
     assert make("smoke").subjects == shapes.load("smoke").subjects
     assert make("smoke").required == ()
     job = make("smoke", subjects="reference", samples=7, warmup=0)
@@ -211,13 +190,14 @@ def test_what_the_command_line_names_wins_over_the_file() -> None:
     assert (job.samples, job.warmup) == (7, 0)
     assert make("models").subjects == tuple(default_names())
     assert make("models").timeout_s == 60
-    assert make("smoke", subjects="nccl_ep@24").subjects == ("nccl_ep@24",)
-
-
-def test_an_option_with_a_list_adds_to_the_one_before_it() -> None:
-    """The earlier of two `--subjects` was dropped without a word."""
     args = parsed("--config", "smoke", "--subjects", "reference,alltoall", "--subjects=native@2")
     assert Job.make(args, 2, "cpu").subjects == ("reference", "alltoall", "native@2")
+    # On GPUs low-latency mode is measured in graphs, which engines that wait cannot be in.
+    assert Job.make(parsed("--mode", "ll"), 2, "cuda").subjects == ("native", "nccl_ep_library")
+    static = "layer:ncclep:native:grouped:static"
+    assert make("smoke", subjects=f"reference,{static}").max_recv_rows == "1.5x"
+    assert make("smoke", subjects=static, max_recv_rows="worst").max_recv_rows == "worst"
+    assert make("smoke", subjects="layer:ncclep:native:grouped").max_recv_rows is None
 
 
 def test_a_variable_that_replaces_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,14 +206,6 @@ def test_a_variable_that_replaces_subjects(monkeypatch: pytest.MonkeyPatch) -> N
     assert make("smoke", subjects="reference").subjects == ("reference",)
     with pytest.raises(InputError, match="changes what is measured: unset it"):
         make("smoke", subjects="reference,alltoall")
-
-
-def test_received_rows_of_static_layers_and_trainings() -> None:
-    static = ["layer:ncclep:native:grouped:static", "train:ncclep:reference:static"]
-    for name in static:
-        assert make("smoke", subjects=f"reference,{name}").max_recv_rows == "1.5x"
-        assert make("smoke", subjects=name, max_recv_rows="worst").max_recv_rows == "worst"
-    assert make("smoke", subjects="layer:ncclep:native:grouped").max_recv_rows is None
 
 
 def test_subjects_that_train_have_shapes_of_their_own() -> None:
@@ -247,28 +219,21 @@ def test_subjects_that_train_have_shapes_of_their_own() -> None:
     assert make("smoke", subjects="reference").trainings == ()
     one = make("smoke", subjects="reference", shape="smoke-bf16")
     assert [[shape.name for shape in batch] for batch in one.batches()] == [["smoke-bf16"]]
-
-
-def test_a_training_may_depend_on_the_number_of_ranks() -> None:
     shape = shapes.TrainingShape("a", "tiny", {"num-layers": 3}, {2: {"num-layers": 2}})
     assert shape.settings(2)["num-layers"] == 2
     with pytest.raises(InputError, match="4 ranks: its sizes are for 2: give --ranks"):
         shape.settings(4)
 
 
-def test_variants_of_a_training() -> None:
+def test_variants() -> None:
     ours, graph = "ncclep:native", "full_iteration"
     for name, expected in (
         ("alltoall_fused:partial_graphs", (False, False, False, "partial_graphs", False)),
-        (ours, (True, False, False, None, False)),
-        (f"{ours}:grouped", (True, True, False, None, False)),
         (f"{ours}:grouped:static", (True, True, True, None, False)),
         # Graphs need a fixed number of rows.
         (f"{ours}:grouped:{graph}", (True, True, True, graph, False)),
         # These end before the dispatch: exact mode, as most people would use them.
         (f"{ours}:partial_graphs", (True, False, False, "partial_graphs", False)),
-        (f"{ours}:grouped:static:partial_graphs", (True, True, True, "partial_graphs", False)),
-        ("alltoall_fused:optimizer_graph", (False, False, False, None, True)),
         (f"{ours}:grouped:{graph}:optimizer_graph", (True, True, True, graph, True)),
     ):
         v = known_variant(f"train:{name}")
@@ -280,14 +245,10 @@ def test_variants_of_a_training() -> None:
     assert known_variant("train:ncclep:nccl_ep").dispatcher.engine == "nccl_ep"
     fused = known_variant("train:alltoall_fused:router_fusion:partial_graphs")
     assert (fused.router_fusion, fused.graphs) == (True, "partial_graphs")
-
-
-def test_on_gpus_graphs_hold_what_is_measured() -> None:
-    """A host that waits would have failed in the capture, with every shape."""
-    job = Job.make(parsed("--mode", "ll"), 2, "cuda")
-    assert job.subjects == ("native", "nccl_ep_library")
-    with pytest.raises(InputError, match=r"graphs can hold: native, nccl_ep_library,"):
-        Job.make(parsed("--mode", "ll", "--subjects", "reference"), 2, "cuda")
+    adapted = known_variant("layer:ncclep:native:grouped:lora32:full_iteration")
+    assert (adapted.frozen, adapted.lora_rank, adapted.static) == (True, 32, True)
+    frozen = known_variant("layer:alltoall:frozen")
+    assert (frozen.frozen, frozen.lora_rank, frozen.ours) == (True, 0, False)
 
 
 def test_a_run_that_is_stopped_leaves_the_shapes_before(tmp_path: Path) -> None:

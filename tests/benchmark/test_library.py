@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,21 +18,7 @@ from megatron_ncclep.benchmark.shapes import Workload
 from megatron_ncclep.errors import InputError
 from megatron_ncclep.libraries.nccl_ep import CHOICE, FIXED_ORDER, PULL_PUSH
 
-RANK = 1
 CASE = Case("yardstick", (20, 30, 25), hidden=24, num_experts=6, top_k=3, alignment=16)
-
-
-def play_library(monkeypatch: pytest.MonkeyPatch, rank: int, **classes: Any) -> Any:
-    """Have the benchmark find `classes` in the extension; returns a `Setting` of `rank`."""
-    native = SimpleNamespace(**classes)
-    monkeypatch.setattr(library.extension, "load", lambda: native)
-    monkeypatch.setattr(library.extension, "current_stream", lambda: 0)
-    monkeypatch.setattr(library, "communicator_of", lambda *_: None)
-    monkeypatch.setattr(library, "open_library", lambda: (None, {}))
-    monkeypatch.setattr(library, "choose_engine", lambda *_: None)
-    monkeypatch.setattr(library.EpGroup, "of", lambda group: group)
-    group: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    return Setting(rank, 2, "cpu", 60.0, lambda: group)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +44,24 @@ def test_a_name_decides_what_the_library_finds(
     def look(*arguments: Any, **options: Any) -> None:
         seen.append(tuple(os.environ.get(v) for v in (CHOICE, PULL_PUSH, FIXED_ORDER)))
 
-    setting, work = play_library(monkeypatch, RANK, NcclEpGroup=look), Workload(CASE, RANK)
-    monkeypatch.setattr(library, "choose_engine", look)
-    monkeypatch.setattr(LibrarySubject, "_allocate", lambda *_: None)
-    LibrarySubject(name, setting, work)
-    assert seen == [(package, modes[0], "1"), (package, *modes)]
-    assert dict(os.environ) == before
-
-
-def test_a_package_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise InputError("NCCLEP_NCCL_EP_LIBRARY=nccl-extensions: this package brings none")
 
-    setting, work = play_library(monkeypatch, RANK), Workload(CASE, RANK)
+    native, group = SimpleNamespace(NcclEpGroup=look), mock.Mock(rank=1, device=torch.device("cpu"))
+    for place, found, value in (
+        (library.extension, "load", lambda: native),
+        (library.extension, "current_stream", lambda: 0),
+        (library, "communicator_of", lambda *_: None),
+        (library, "open_library", lambda: (None, {})),
+        (library, "choose_engine", look),
+        (library.EpGroup, "of", lambda group: group),
+        (LibrarySubject, "_allocate", lambda *_: None),
+    ):
+        monkeypatch.setattr(place, found, value)
+    setting, work = Setting(1, 2, "cpu", 60.0, lambda: group), Workload(CASE, 1)
+    LibrarySubject(name, setting, work)
+    assert seen == [(package, modes[0], "1"), (package, *modes)]
+    assert dict(os.environ) == before
     monkeypatch.setattr(library, "choose_engine", fail)
     with pytest.raises(UnavailableError, match="this package brings none"):
-        LibrarySubject("nccl_ep_library:nccl-extensions", setting, work)
+        LibrarySubject(name, setting, work)

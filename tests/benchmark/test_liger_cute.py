@@ -20,12 +20,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from rank_pool import RankContext, RankPool
-from stand_ins import FFN, prepared_on
+from stand_ins import prepared_on, problem_of
 
 from benchmarks import liger_cute
-from benchmarks.catalogue import LIGER_CUTE, baseline, check_name, kind_of
+from benchmarks.catalogue import LIGER_CUTE
 from benchmarks.layer_model import results_problem
 from megatron_ncclep.benchmark import UnavailableError
 from megatron_ncclep.benchmark.cases import Case
@@ -72,68 +73,37 @@ class Played:
             raise RuntimeError("cannot map torch process groups to NVSHMEM PEs")
         return 0
 
-    def moe_fused(self, *tensors: torch.Tensor, num_experts: int, top_k: int) -> Any:
-        x, chosen, w, *weights = tensors
+    def moe_fused(
+        self, x: Any, chosen: Any, w: Any, *weights: torch.Tensor, num_experts: int, top_k: int
+    ) -> torch.Tensor:
+        """All ranks' tokens through this rank's experts, in fp32; differentiable."""
         (sizes,) = self.configured
         names = ("max_tokens", "hidden_dim", "max_num_experts", "max_top_k")
         assert (*x.shape, num_experts, top_k) == tuple(sizes[name] for name in names)
         assert chosen.dtype == torch.int32
         assert {t.dtype for t in (x, w, *weights)} == {torch.bfloat16}
         assert all(t.is_contiguous() for t in (x, chosen, w, *weights))
-        return Operator.apply(self, x, chosen, w, *weights)
-
-
-class Operator(torch.autograd.Function):
-    """All ranks' tokens through this rank's experts, in fp32, and back."""
-
-    @staticmethod
-    def forward(ctx: Any, played: Played, x: Any, chosen: Any, w: Any, *weights: Any) -> Any:
-        group = ctx.group = played.started[0]
-        ctx.played, ctx.mine = played, slice(len(x) * dist.get_rank(group), None)
-        ctx.length, first = len(x), len(weights[0]) * dist.get_rank(group)
-        chosen = gathered(chosen, group)
-        with torch.enable_grad():
-            leaves = [t.float().requires_grad_() for t in (gathered(x, group), gathered(w, group))]
-            leaves += [t.detach().float().requires_grad_() for t in weights]
-            xs, ws, gate, up, down = leaves
-            if played.fault == "gate and up swapped":
-                gate, up = up, gate
-            out = torch.zeros_like(xs)
-            for local in range(len(gate)):
-                token, k = (chosen == first + local).nonzero(as_tuple=True)
-                rows = xs[token]
-                rows = (F.silu(rows @ gate[local].t()) * (rows @ up[local].t())) @ down[local].t()
-                factors = ws[token, k][:, None]
-                if played.fault == "no gradient of the weights of assignments":
-                    factors = factors.detach() + 0 * factors
-                out = out.index_add(0, token, rows * factors)
-        ctx.leaves, ctx.out = leaves, out
-        home = out.detach().clone()
-        dist.all_reduce(home, group=group)
-        home = home[ctx.mine][: ctx.length]
-        return (home.roll(1, 0) if played.fault == "tokens swapped" else home).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads_out: torch.Tensor) -> Any:
-        (grad_out,) = grads_out
-        every = gathered(grad_out, ctx.group).float()
-        grads = list(torch.autograd.grad(ctx.out, ctx.leaves, every))
-        for index in (0, 1):
-            dist.all_reduce(grads[index], group=ctx.group)
-            grads[index] = grads[index][ctx.mine][: ctx.length]
-        if ctx.played.fault == "half of a gradient":
-            grads[3][1] /= 2
-        if ctx.played.fault == "a gradient that is off by its roundings":
+        group = self.started[0]
+        xs, ws, every = (
+            torch.cat(functional.all_gather(t.float(), group=group)) for t in (x, w, chosen)
+        )
+        gate, up, down = (weight.float() for weight in weights)
+        if self.fault == "gate and up swapped":
+            gate, up = up, gate
+        if self.fault == "no gradient of the weights of assignments":
+            ws = ws.detach() + 0 * ws
+        if self.fault == "half of a gradient":
+            up.register_hook(lambda grad: torch.cat([grad[:1], grad[1:2] / 2, grad[2:]]))
+        if self.fault == "a gradient that is off by its roundings":
             # Of K rows, 3, and of parts: a tile of the expert's rows and one more for each rank.
-            grads[4] *= 1 + (CASE.top_k + 3 + 0.6) / 256
-        x, w, *weights = (grad.to(grad_out.dtype) for grad in grads)
-        return None, x, None, w, *weights
-
-
-def gathered(mine: torch.Tensor, group: Any) -> torch.Tensor:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine.contiguous(), group=group)
-    return torch.cat(every)
+            down.register_hook(lambda grad: grad * (1 + (CASE.top_k + 3 + 0.6) / 256))
+        out = torch.zeros_like(xs)
+        for local in range(len(gate)):
+            token, k = (every == len(gate) * dist.get_rank(group) + local).nonzero(as_tuple=True)
+            rows = F.silu(xs[token] @ gate[local].t()) * (xs[token] @ up[local].t())
+            out = out.index_add(0, token, rows @ down[local].t() * ws[token, k][:, None])
+        home = functional.all_reduce(out, group=group)
+        return home[len(x) * dist.get_rank(group) :][: len(x)].to(x.dtype)
 
 
 def check_on_rank(context: RankContext, fault: str) -> str | None:
@@ -141,35 +111,26 @@ def check_on_rank(context: RankContext, fault: str) -> str | None:
     played = Played(fault if context.rank == 1 else "none")
     with mock.patch.dict(sys.modules, played.modules()):
         prepared = prepared_on(context, LIGER_CUTE, Workload(CASE, context.rank, SIZE))
-    try:
-        for call in prepared.passes.values():
-            call()
-        problem: str | None = prepared.problem()
-        parameters = [*prepared._layer.parameters(), *prepared._shared.module.parameters()]
-        assert all(weight.grad is None for weight in parameters)
-        return problem
-    finally:
-        prepared.close()
-        assert not played.configured  # its buffers are free
-
-
-@pytest.mark.parametrize("fault", ["none", "a gradient that is off by its roundings"])
-def test_right_results_pass(two_ranks: RankPool, fault: str) -> None:
-    assert two_ranks.run(check_on_rank, fault) == [None, None]
+    problem = problem_of(prepared)
+    assert not played.configured  # its buffers are free
+    return problem
 
 
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        ("tokens swapped", "output"),
+        ("none", None),
+        ("a gradient that is off by its roundings", None),
         ("gate and up swapped", "output"),
         ("no gradient of the weights of assignments", "gradient of the probabilities"),
         ("half of a gradient", "gradient of experts."),
     ],
 )
-def test_wrong_results_are_rejected(two_ranks: RankPool, fault: str, found: str) -> None:
-    problems = [said for said in two_ranks.run(check_on_rank, fault) if said]
-    assert any(found in problem for problem in problems), problems
+def test_right_results_pass_and_wrong_ones_do_not(
+    two_ranks: RankPool, fault: str, found: str | None
+) -> None:
+    problems = two_ranks.run(check_on_rank, fault)
+    assert problems == [None, None] if found is None else found in str(problems), problems
 
 
 def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
@@ -181,6 +142,7 @@ def test_nvshmem_starts_once_and_rounds_begin_at_zero(ctx: RankContext) -> None:
             prepared = prepared_on(ctx, LIGER_CUTE, work)
         assert [sizes["hidden_dim"] for sizes in played.configured] == [hidden]
         assert [sizes["num_pes"] for sizes in played.configured] == [ctx.num_ranks]
+
         clock = prepared.clock(timer)
         for _ in range(2):
             clock()
@@ -208,19 +170,13 @@ def test_memory_is_that_of_its_own_weights(ctx: RankContext) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both packages are needed; a shared library that does not load says so itself."""
+    """A package, or what its shared library needs."""
     with pytest.raises(UnavailableError, match="liger_kernel is not installed: build LigerCute"):
         liger_cute.imported()
-    (tmp_path / "liger_kernel.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnavailableError, match="liger_cute_kernels is not installed"):
-        liger_cute.imported()
-    package = tmp_path / "liger_cute_kernels"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    said = "libnvshmem_host.so.3: no such file"
-    (package / "tvm_ffi.py").write_text(f"def uniqueid_nbytes(): raise OSError('{said}')")
-    with pytest.raises(UnavailableError, match=f"OSError: {said}"):
+    for name, text in (("liger_kernel", ""), ("liger_cute_kernels", "__path__ = []; no_such")):
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UnavailableError, match="NameError: name 'no_such'"):
         liger_cute.imported()
 
 
@@ -230,19 +186,11 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (replace(CASE, dtype=torch.float32), SIZE, r"bf16 only, and the shape has torch\.float32"),
         (replace(CASE, tokens=(20, 0)), SIZE, "a rank of the shape has none"),
         (replace(CASE, hidden=2880), 2880, r"a multiple of 128 and one of 256, not \(2880, 2880\)"),
-        (CASE, FFN, r"not \(128, 48\)"),
         (CASE, 128, r"not \(128, 128\)"),
     ],
 )
 def test_shapes_that_it_cannot_compute_are_named(case: Case, size: int, message: str) -> None:
     """With GPT-OSS's sizes, the kernel's forward works and its backward has no tiles."""
     assert re.search(message, str(liger_cute.shape_problem(Workload(case, 0, size))))
-    for hidden, ffn in ((2048, 768), (4096, 14336), (7168, 2048), (256, 128)):
+    for hidden, ffn in ((2048, 768), (256, 128)):
         assert liger_cute.shape_problem(Workload(replace(CASE, hidden=hidden), 0, ffn)) is None
-
-
-def test_its_name_is_a_layer_of_others() -> None:
-    check_name(LIGER_CUTE)
-    assert kind_of(LIGER_CUTE) == "layer"
-    us = {"layer:ncclep:native": 1.0, LIGER_CUTE: 2.0, "layer:alltoall": 3.0}
-    assert baseline(us) == LIGER_CUTE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankContext, RankPool
+from rank_pool import RankContext
 
 from megatron_ncclep.benchmark import ranks
 from megatron_ncclep.benchmark.ranks import Timer, measure, quantiles, slowest
@@ -52,20 +52,14 @@ def test_quantiles() -> None:
     assert quantiles([7.0], 0.5, 0.99) == [7.0, 7.0]
 
 
-def on_rank(context: RankContext) -> tuple[list[float], float, str | None]:
-    """Five timed calls, how often they ran, and why this group has no ceiling."""
-    timer = Timer(context.group, context.device)
-    tensor = torch.zeros(1, device=context.device)
+def test_calls_are_timed_one_by_one_and_a_cpu_has_no_ceiling(ctx: RankContext) -> None:
+    timer = Timer(ctx.group, ctx.device)
+    tensor = torch.zeros(1, device=ctx.device)
     add = lambda: tensor.add_(1)  # noqa: E731
     times = [timer.sample(add, True), timer.sample(add, False), *timer.consecutive(add, 3)]
-    return times, float(tensor), ranks.no_ceiling_reason(EpGroup.of(context.group), 4096)
-
-
-def test_calls_are_timed_one_by_one_and_a_cpu_has_no_ceiling(pool: RankPool) -> None:
-    for times, calls, no_ceiling in pool.run(on_rank, ranks=2):
-        assert calls == len(times) == 5
-        assert all(time > 0 for time in times)
-        assert pool.backend != "gloo" or no_ceiling == "no GPUs"
+    assert float(tensor) == len(times) == 5
+    assert all(time > 0 for time in times)
+    assert ranks.no_ceiling_reason(EpGroup.of(ctx.group), 4096) == "no GPUs"
 
 
 # --- ceiling -------------------------------------------------------------------------------------

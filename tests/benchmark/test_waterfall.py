@@ -49,7 +49,7 @@ def write(folder: Path, rank: int, kernels: list[tuple[str, int, int]], **change
     return path
 
 
-def test_waits_and_their_causes(tmp_path: Path) -> None:
+def test_waits_and_their_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [write(tmp_path, rank, kernels) for rank, kernels in enumerate((RANK_0, RANK_1))]
     steps = [waterfall.read(path) for path in paths]
     first, second = waterfall.with_waits(steps)
@@ -67,30 +67,29 @@ def test_waits_and_their_causes(tmp_path: Path) -> None:
         waterfall.HOST: 2.5, waterfall.COLLECTIVES: 2, "idle": 33.5,
     })  # fmt: skip
     assert sum(found.values()) == pytest.approx(MARKS[-1])
-
-
-def test_kernels_that_not_all_ranks_call_wait_for_none(tmp_path: Path) -> None:
-    other = [kernel for kernel in RANK_1 if kernel[0] != DISPATCH]
-    paths = [write(tmp_path, rank, kernels) for rank, kernels in enumerate((RANK_0, other))]
+    folder = paths[0].parent
+    assert waterfall.main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"drawn: {folder / 'waterfall.png'}\n"
+    assert (folder / "waterfall.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "waterfall.json").read_text()) == found
+    # Kernels that not all ranks call wait for none.
+    write(tmp_path, 1, [kernel for kernel in RANK_1 if kernel[0] != DISPATCH])
     first, _ = waterfall.with_waits([waterfall.read(path) for path in paths])
     assert ("dispatch", 20, 50) in [(k.kind, k.start, k.end) for k in first]
 
 
-def test_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path, 0, RANK_0).parent
-    write(tmp_path, 1, RANK_1)
-    assert waterfall.main([str(folder)]) == 0
-    assert capsys.readouterr().out == f"drawn: {folder / 'waterfall.png'}\n"
-    assert (folder / "waterfall.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((folder / "waterfall.json").read_text())[waterfall.HOST] == 2.5
-
-
-def test_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path, 0, RANK_0, in_optimizer=[False]).parent
-    for message in ("4 marks around 1 phases", "JSONDecodeError", "KeyError", "no rank0.json"):
-        assert waterfall.main([str(folder)]) == 2
-        assert message in capsys.readouterr().err
-        if message == "KeyError":
-            (folder / "rank0.json").unlink()
-        else:
-            (folder / "rank0.json").write_text("{}" if "JSON" in message else "{")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "4 marks around 1 phases"), ("{", "JSONDecodeError"), ("{}", "KeyError")],
+)
+def test_what_is_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
+) -> None:
+    path = write(tmp_path, 0, RANK_0, in_optimizer=[False])
+    if text is not None:
+        path.write_text(text)
+    assert waterfall.main([str(path.parent)]) == 2
+    assert message in capsys.readouterr().err
+    path.unlink()
+    assert waterfall.main([str(path.parent)]) == 2
+    assert "no rank0.json" in capsys.readouterr().err

@@ -78,46 +78,29 @@ def test_resume_on_more_ranks_with_another_dispatcher(
     assert last["dispatcher_classes"] == ["MoEAlltoAllTokenDispatcher"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("--resume --set lr=0.001", "lr was 0.005"),
-        ("--resume --seed 7", "seed was 1234"),
-        (f"--resume --text {__file__}", "the text has changed since"),
-        ("--resume --expert-parallel 1", "between one rank and several"),
-        ("", "--resume"),  # a run is not replaced by accident
-    ],
-)
 def test_another_job_is_refused(
-    arguments: tuple[str, ...], stopped: Path, capsys: pytest.CaptureFixture[str],
-    change: str, message: str,
-):  # fmt: skip
-    assert cli.main(["train", *arguments, "--out", str(stopped), *change.split()]) == 2
-    assert message in capsys.readouterr().err
-    assert len(losses(stopped)) == STOP, "the run there is left alone"
-
-
-def test_resume_needs_a_checkpoint(
-    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Both messages name --overwrite: they used to refer to each other."""
-    (tmp_path / "log.jsonl").touch()
-    for more, words in (["--resume"], "no checkpoint"), ([], "(log.jsonl): give --overwrite"):
-        assert cli.main(["train", *arguments, "--out", str(tmp_path), *more]) == 2
-        text = capsys.readouterr().err
-        assert words in text
-        assert "--overwrite" in text
-
-
-def test_a_copy_of_a_checkpoint_beside_it(
     arguments: tuple[str, ...], stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """A user's step-000003.bak was a ValueError: its end is no number."""
-    out = copy(stopped, tmp_path)
+    """Both messages about a folder without a checkpoint name --overwrite: they used to refer to
+    each other.  A user's step-000003.bak was a ValueError: its end is no number.
+    """
+    out, empty = copy(stopped, tmp_path), tmp_path / "empty"
     (out / "checkpoint" / f"step-{STOP:06d}.bak").mkdir()
-    again = ("--resume", "--set", "lr=0.001")
-    assert cli.main(["train", *arguments, "--out", str(out), *again]) == 2
-    assert "lr was 0.005" in capsys.readouterr().err
+    empty.mkdir()
+    (empty / "log.jsonl").touch()
+    for folder, change, message in (
+        (out, "--resume --set lr=0.001", "lr was 0.005"),
+        (out, f"--resume --text {__file__}", "the text has changed since"),
+        (out, "--resume --expert-parallel 1", "between one rank and several"),
+        (out, "", "--resume"),  # a run is not replaced by accident
+        (empty, "--resume", "no checkpoint"),
+        (empty, "", "(log.jsonl): give --overwrite"),
+    ):
+        assert cli.main(["train", *arguments, "--out", str(folder), *change.split()]) == 2
+        text = capsys.readouterr().err
+        assert message in text
+        assert folder == out or "--overwrite" in text
+    assert len(losses(out)) == STOP, "the run there is left alone"
 
 
 def test_a_damaged_checkpoint_is_named(

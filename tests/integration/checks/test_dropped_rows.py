@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from megatron_setup import BATCH, HIDDEN, SEQUENCE, build_layer, initialize, make_config
 from on_ranks import gathered
 from rank_pool import RankContext
-from test_reruns import RERUN, STAGES, WHOLE, is_moe
+from test_reruns import RERUN, STAGES, WHOLE, collapse, is_moe, replayed
 from timeouts import patient
 from trainer import Model, ModelCase
 
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.errors import RowsDroppedError
-from megatron_ncclep.integration.layer_engines import LayerEngines
 from megatron_ncclep.integration.rerun.training_ranks import TrainingRanks, groups_of
 
 pytestmark = pytest.mark.each_release
@@ -47,22 +45,10 @@ def model_of(ctx: RankContext, case: ModelCase, options: EpConfig) -> Model:
 @contextmanager
 def collapsed(model: Model) -> Iterator[None]:
     """Let the first replica's tokens all go to the same experts."""
-    layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers if is_moe(layer)]
-    hooks = [
-        layer.mlp.router.register_forward_pre_hook(lambda _, args: (0 * args[0], *args[1:]))
-        for layer in (layers if model.replica < model.case.ep else [])
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def replayed() -> Iterator[None]:
-    """Let calls be in static mode, as those of a CUDA graph that is replayed are."""
-    with mock.patch.object(LayerEngines, "in_use", lambda engines: engines.engine):
+    chunks = model.chunks if model.replica < model.case.ep else []
+    with ExitStack() as hooks:
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers if is_moe(layer)):
+            hooks.enter_context(layer.mlp.router.register_forward_pre_hook(collapse))
         yield
 
 
@@ -72,7 +58,8 @@ def replayed() -> Iterator[None]:
 @pytest.mark.parametrize("case", [WHOLE, REPLICAS, STAGES], ids=["whole", "replicas", "stages"])
 def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: ModelCase) -> None:
     """Its loss was reported, and the next training step was blamed.  No loss is returned on any
-    rank, also where the dropped rows were another stage's or another replica's.
+    rank, also where the dropped rows were another stage's or another replica's.  A step before it
+    whose optimizer did not run, after an overflow of gradients for example, is blamed itself.
     """
     model = model_of(ctx, case, RAISE)
     model.gradients(0)
@@ -86,6 +73,11 @@ def test_an_evaluation_with_dropped_rows_is_an_error(ctx: RankContext, case: Mod
     assert gathered(ctx, text) == [text] * ctx.num_ranks
     assert torch.equal(model.evaluate(0), expected)
     megatron_ncclep.check()  # the next training step is not blamed
+    with collapsed(model):
+        model.gradients(0)
+    with pytest.raises(RowsDroppedError, match=r"had \d+ before this evaluation\. "):
+        model.evaluate(0)
+    assert torch.equal(model.evaluate(0), expected)
     steps: Any = model.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
     assert copy.deepcopy(steps) is None  # a copy of the model makes its own
 
@@ -159,30 +151,6 @@ def test_all_ranks_of_a_grid_learn_the_largest(ctx: RankContext) -> None:
     assert groups_of(wrapped, SimpleNamespace(pp=alone, dp_cp=alone)) == [alone]
 
 
-def test_a_copy_of_a_model_clears_its_own_gradients(ctx: RankContext) -> None:
-    """It cleared the gradients of the model that it was a copy of."""
-    model = model_of(ctx, WHOLE, RERUN)
-    model.gradients(0)
-    chunk: Any = model.wrapped[0]
-    assert chunk._ncclep_has_gradients
-    other = copy.copy(chunk)
-    for name in ("zero_grad_buffer", "_ncclep_reruns"):
-        setattr(other, name, copy.deepcopy(getattr(chunk, name), {id(chunk): other}))
-    assert other._ncclep_reruns is None
-    other.zero_grad_buffer()
-    assert (chunk._ncclep_has_gradients, other._ncclep_has_gradients) == (True, False)
-
-
-def test_a_step_before_an_evaluation_is_blamed_itself(ctx: RankContext) -> None:
-    """A step whose optimizer did not run, after an overflow of gradients for example."""
-    model = model_of(ctx, REPLICAS, RAISE)
-    with collapsed(model):
-        model.gradients(0)
-    with pytest.raises(RowsDroppedError, match=r"had \d+ before this evaluation\. "):
-        model.evaluate(0)
-    model.evaluate(0)
-
-
 @pytest.mark.parametrize("other", [RAISE, RERUN], ids=["raise", "rerun"])
 def test_another_models_shortage_stays_its_own(ctx: RankContext, other: EpConfig) -> None:
     """A step of one model took the report of another one in the same group: it was run again for
@@ -202,7 +170,10 @@ def test_another_models_shortage_stays_its_own(ctx: RankContext, other: EpConfig
 
 
 def test_a_teacher_in_a_students_step_drops_nothing(ctx: RankContext) -> None:
-    """It is not run again itself, so its passes are not attempts."""
+    """It is not run again itself, so its passes are not attempts.  A layer that is called on its
+    own has room for all rows, too; what a graph drops is an error.  A copy of a model cleared the
+    gradients of the model that it was a copy of.
+    """
     student = model_of(ctx, WHOLE, replace(RERUN, max_recv_rows="4x"))
     teacher = build_layer(make_config("ncclep", torch.float32, 4, ncclep=RERUN))
     passes: list[torch.Tensor] = []
@@ -214,19 +185,17 @@ def test_a_teacher_in_a_students_step_drops_nothing(ctx: RankContext) -> None:
     steps: Any = student.wrapped[0]._ncclep_reruns  # type: ignore[attr-defined]
     assert steps.num_reruns == 0
     megatron_ncclep.check()
-    teacher.token_dispatcher.engines.close()
-
-
-def test_outside_of_schedules(ctx: RankContext) -> None:
-    """A layer that is called on its own has room for all rows; what a graph drops is an error."""
-    initialize(ep=4)
-    layer = build_layer(make_config("ncclep", torch.float32, 4, ncclep=RERUN))
-    hidden = torch.zeros(4 * SEQUENCE, BATCH, HIDDEN)
-    layer(hidden)
-    megatron_ncclep.check()
-    assert layer.token_dispatcher.num_dropped == 0
     with replayed():
-        layer(hidden)
+        teacher(hidden)
     with pytest.raises(RowsDroppedError, match="can be run again, and a CUDA graph of the layer"):
         megatron_ncclep.check()
-    layer.token_dispatcher.engines.close()
+    teacher.token_dispatcher.engines.close()
+
+    chunk: Any = student.wrapped[0]
+    assert chunk._ncclep_has_gradients
+    other = copy.copy(chunk)
+    for name in ("zero_grad_buffer", "_ncclep_reruns"):
+        setattr(other, name, copy.deepcopy(getattr(chunk, name), {id(chunk): other}))
+    assert other._ncclep_reruns is None
+    other.zero_grad_buffer()
+    assert (chunk._ncclep_has_gradients, other._ncclep_has_gradients) == (True, False)

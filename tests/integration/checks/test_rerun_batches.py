@@ -41,38 +41,28 @@ class Named(dict[str, Any]):
 Pair = namedtuple("Pair", ["tokens", "rest"])
 
 
-def kinds_of_batches() -> list[Any]:
-    """Batches of many kinds, in each of which `tokens_of` finds the tokens."""
-    tokens = [torch.arange(3) for _ in range(9)]
-    named = Named(tokens=tokens[0])
+def kinds_of_batches(tokens: torch.Tensor) -> list[Any]:
+    """Batches of many kinds that hold `tokens`."""
+    named = Named(tokens=tokens)
     named.name = "somebody"
     return [
         named,
-        Data(tokens[1]),
-        Frozen({"tokens": tokens[2]}),
-        Pair(tokens[3], None),
-        SimpleNamespace(tokens=[tokens[4]]),
-        UserDict(tokens=tokens[5]),
-        ({"tokens": tokens[6], "when": datetime.date.max}, {1, 2}),
-        [tokens[7]],
-        tokens[8],
+        Data(tokens),
+        Frozen({"tokens": tokens}),
+        Pair(tokens, None),
+        SimpleNamespace(tokens=[tokens]),
+        UserDict(tokens=tokens),
+        ({"tokens": tokens, "when": datetime.date.max}, {1, 2}),
+        [tokens],
+        tokens,
     ]
-
-
-def tokens_of(batch: Any) -> torch.Tensor:
-    while not isinstance(batch, torch.Tensor):
-        if isinstance(batch, list | tuple):
-            batch = batch[0]
-        else:
-            batch = batch["tokens"] if hasattr(batch, "keys") else batch.tokens
-    return batch
 
 
 def test_batches_come_back_as_they_were() -> None:
     """Dataclasses were not looked into: what a step put into them, or changed in place, was in the
     batch that came back.  Subclasses of dict came back as dicts, and broke forward steps.
     """
-    given = kinds_of_batches()
+    given, expected = kinds_of_batches(torch.arange(3)), kinds_of_batches(torch.arange(3))
     batches = Batches(iter(given))
     for batch in batches.first():
         if isinstance(batch, Data | SimpleNamespace):
@@ -80,50 +70,48 @@ def test_batches_come_back_as_they_were() -> None:
         elif hasattr(batch, "keys"):
             batch["tokens"] = None
     assert batches.problem([True], len(given)) is None
-    found, expected = list(batches.again()), kinds_of_batches()
+    found = list(batches.again())
     assert [type(each) for each in found] == [type(each) for each in expected]
-    assert all(torch.equal(tokens_of(f), torch.arange(3)) for f in found)
+    assert repr(found) == repr(expected)
     assert found[0].name == "somebody"
-    assert found[6][1:] == expected[6][1:]
     # Those of the first run and of the rerun are two.
     found[1].tokens = None
-    assert next(iter(list(batches.again())[1:])).tokens is not None
+    assert list(batches.again())[1].tokens is not None
 
 
 @pytest.mark.parametrize("index", range(9))
 def test_a_tensor_that_changes_is_noticed_in_any_batch(index: int) -> None:
-    batches = Batches(iter([kinds_of_batches()[index]]))
-    tokens_of(next(batches.first())).add_(1)
+    tokens = torch.arange(3)
+    batches = Batches(iter([kinds_of_batches(tokens)[index]]))
+    next(batches.first())
+    tokens.add_(1)
     problem = batches.problem([True], 1)
     assert "a tensor of a micro-batch was changed in place" in str(problem)
 
 
-def test_a_buffer_that_a_loader_fills_again_is_kept_by_value() -> None:
-    """The step was run again with the last micro-batch in place of all."""
+def test_what_has_no_versions_is_kept_by_value() -> None:
+    """Arrays and inference tensors.  Where a loader filled one buffer again and again, the step was
+    run again with the last micro-batch in place of all.
+    """
     buffer = numpy.zeros(3)
-
-    def refill() -> Iterator[torch.Tensor]:
-        for number in (1, 2):
-            buffer[:] = number
-            yield torch.from_numpy(buffer)
-
-    batches = Batches(refill())
-    assert [int(item[0]) for item in batches.first()] == [1, 2]
-    assert batches.problem([True], 2) is None
-    assert [int(item[0]) for item in batches.again()] == [1, 2]
-
-
-def test_arrays_and_tensors_without_versions_are_kept_by_value() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(2)
-    batches = Batches(iter([{"array": numpy.zeros(2), "tensor": tensor}]))
-    batch = next(batches.first())
-    batch["array"] += 1
-    with torch.inference_mode():
-        tensor += 1
-    assert batches.problem([True], 1) is None
-    again = next(batches.again())
-    assert again["array"].tolist() == again["tensor"].tolist() == [0, 0]
+
+    def refill() -> Iterator[Any]:
+        for number in (1, 2):
+            buffer[:] = number
+            with torch.inference_mode():
+                tensor.fill_(number)
+            yield {"array": buffer, "of array": torch.from_numpy(buffer), "tensor": tensor}
+
+    batches = Batches(refill())
+    expected = [dict.fromkeys(("array", "of array", "tensor"), float(n)) for n in (1, 2)]
+    for found in (batches.first(), batches.again()):
+        assert [{k: float(v[0]) for k, v in batch.items()} for batch in found] == expected
+    assert batches.problem([True], 2) is None
+    assert "took 2 micro-batches from its data iterator in a step of 1, so" in str(
+        batches.problem([True], 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,18 +132,15 @@ class Careless(Collapsing):
     """A training whose rank 1 does not get its data as Megatron's loops do."""
 
     mistake = ""
-    held: Any = None
+    begun = False
 
     def _forward_step(self, batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
         if self.rank == 1 and self.mistake == "reads elsewhere":
             batches = iter(self.batches(0, self.case.sequence))
         elif self.rank == 1 and self.mistake == "changes in place":
             batches = ({**b, "labels": b["labels"].add_(0)} for b in [next(batches)])
-        elif self.rank == 1 and self.mistake == "runs ahead":
-            now = self.held or next(batches)
-            self.held, batches = next(batches), iter([now])
-        elif self.rank == 1 and self.mistake == "begins with one from before" and not self.held:
-            self.held, batches = True, iter(self.batches(0, self.case.sequence))
+        elif self.rank == 1 and self.mistake == "begins with one from before" and not self.begun:
+            self.begun, batches = True, iter(self.batches(0, self.case.sequence))
         return super()._forward_step(batches, model)
 
     def batches(self, seed: int, length: int) -> list[dict[str, Any]]:
@@ -166,22 +151,12 @@ class Careless(Collapsing):
                 batch.lock = threading.Lock()
         return found
 
-    def _schedule(self, forward_only: bool) -> Any:
-        schedule = super()._schedule(forward_only)
-        if self.mistake != "runs ahead":
-            return schedule
-        # Its iterator has one more than a step needs.
-        return lambda num_microbatches, **arguments: schedule(
-            num_microbatches=num_microbatches - 1, **arguments
-        )
-
 
 @pytest.mark.parametrize(
     ("mistake", "reason"),
     [
         ("reads elsewhere", "the forward step does not use its data iterator"),
         ("changes in place", "a tensor of a micro-batch was changed in place after the data"),
-        ("runs ahead", "the forward step took 2 micro-batches from .* in a step of 1, so"),
         ("begins with one from before", "the forward step took 1 micro-batches .* of 2, so"),
         ("has an unknown kind", "a micro-batch holds an object of type _thread.lock, and"),
         ("adds up steps", "gradients of several calls of the schedule that add up"),

@@ -5,6 +5,7 @@ Every optimizer's step asks `check()` first.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rank_pool import RankContext
 from torch.optim import optimizer as torch_optimizer
 
 from megatron_ncclep.config import EpConfig
-from megatron_ncclep.errors import EpError, PeerError
+from megatron_ncclep.errors import PeerError, RowsDroppedError
 from megatron_ncclep.integration.checks.optimizer_step import check_before_steps
 from megatron_ncclep.integration.patching import is_changed
 from megatron_ncclep.ranks.group import EpGroup
@@ -41,61 +42,19 @@ class Planted(Resource):
             raise PeerError("rank 1 of 4: rank 0 did not come in combine (planted)")
 
 
-class Trainer:
-    """A layer with its optimizer, for steps of one micro-batch each."""
+def with_optimizer(config: Any, distributed: bool = False) -> tuple[Any, Any]:
+    """A layer in DistributedDataParallel, and Megatron's optimizer of it."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    def __init__(self, **options: Any) -> None:
-        initialize(ep=4)
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        config = make_config("ncclep", torch.float32, 4, **options)
-        self.layer = build_layer(config)
-        self.model = DistributedDataParallel(config, DistributedDataParallelConfig(), self.layer)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=0.1, params_dtype=torch.float32),
-            [self.model],
-            use_gloo_process_groups=False,
-        )
-
-    def backward(self, hidden: torch.Tensor) -> None:
-        """Make gradients, of all ranks."""
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        out, _ = self.model(hidden)
-        out.square().sum().backward()
-        self.model.finish_grad_sync()
-
-    def step(self) -> tuple[bool, EpError | None]:
-        """Whether the optimizer's step changed any weight, and what it raised."""
-        before = [parameter.detach().clone() for parameter in self.model.parameters()]
-        error = None
-        try:
-            self.optimizer.step()
-        except EpError as raised:
-            error = raised
-        weights = zip(before, self.model.parameters(), strict=True)
-        return not all(torch.equal(a, b.detach()) for a, b in weights), error
-
-
-def test_a_failure_after_the_last_backward_reaches_no_weight(ctx: RankContext) -> None:
-    """When a wait on the device has passed its deadline, results are garbage, and the native
-    engine's next call raises.  After the last backward combine of a step there is none before the
-    optimizer, which took the garbage into the weights.  Here that happens on rank 1, in step 2.
-    """
-    trainer = Trainer()
-    group = EpGroup.of(trainer.layer.token_dispatcher.ep_group)
-    planted = group.resources.share("late failure", Planted)
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
-    for step in range(3):
-        trainer.backward(hidden)
-        planted.failed = (ctx.rank, step) == (1, 2)
-        has_changed, error = trainer.step()
-        assert has_changed == (not planted.failed)
-        assert (error is not None) == planted.failed
-        assert error is None or "did not come in combine" in str(error)
-    planted.failed = False
-    group.resources.release("late failure", timeout_s=60)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    model = DistributedDataParallel(config, ddp, build_layer(config))
+    dtype = config.params_dtype
+    options = OptimizerConfig(
+        optimizer="adam", lr=0.1, bf16=dtype == torch.bfloat16, params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )  # fmt: skip
+    return model, get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
 
 
 # Where the router cannot tell the experts apart it sends all 4 x 12 tokens to the same one.
@@ -109,33 +68,44 @@ def test_with_on_overflow_raise_no_rank_steps_with_dropped_rows(ctx: RankContext
     """Only one rank drops rows, in the second step, and only it counts them; but they are tokens of
     other ranks, and the gradients of all ranks are incomplete.
     """
-    options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+    initialize(ep=4)
     ncclep = EpConfig(max_recv_rows=NUM_ROWS, on_overflow="raise")
-    trainer = Trainer(ncclep=ncclep, **options)
+    options = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+    config = make_config("ncclep", torch.float32, 4, ncclep=ncclep, **options)
+    model, optimizer = with_optimizer(config)
     hidden = torch.randn(SEQUENCE, BATCH, HIDDEN)
     texts = []
     for scale in (1, 0, 1, 1):
-        trainer.backward(scale * hidden)
-        changed, error = trainer.step()
-        assert changed == (scale == 1)
-        texts.append("" if error is None else f"{type(error).__name__}: {error}")
-    dropped = gathered(ctx, int(trainer.layer.token_dispatcher.num_dropped))
+        model.zero_grad_buffer()
+        model(scale * hidden)[0].square().sum().backward()
+        model.finish_grad_sync()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        texts.append("")
+        try:
+            optimizer.step()
+        except RowsDroppedError as error:
+            texts[-1] = str(error)
+        weights = zip(before, model.parameters(), strict=True)
+        assert all(torch.equal(a, b.detach()) for a, b in weights) == (scale == 0)
+    dropped = gathered(ctx, int(model.module.token_dispatcher.num_dropped))
     assert sorted(dropped) == [0, 0, 0, NUM_TOKENS - NUM_ROWS]
     assert [bool(text) for text in texts] == [False, True, False, False]
     assert gathered(ctx, texts) == [texts] * ctx.num_ranks
-    assert f"RowsDroppedError: rows were dropped: with max_recv_rows={NUM_ROWS}, " in texts[1]
+    assert f"rows were dropped: with max_recv_rows={NUM_ROWS}, " in texts[1]
     full = dropped.index(max(dropped))
     assert f"rank {full} needed {NUM_TOKENS} rows and had {NUM_ROWS} (each rank" in texts[1]
 
 
 @pytest.mark.alone
 def test_no_optimizer_of_megatrons_steps_after_a_failure(ctx: RankContext) -> None:
-    """Plain, chained, distributed and layer-wise, in fp32 and bf16; and torch's own.  Where no
+    """When a wait on the device has passed its deadline, results are garbage, and the native
+    engine's next call raises.  After the last backward combine of a step there is none before the
+    optimizer, which took the garbage into the weights.
+
+    Plain, chained, distributed and layer-wise, in fp32 and bf16; and torch's own.  Where no
     layer has our dispatcher, no hook is registered.
     """
     initialize(ep=1)
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -147,28 +117,14 @@ def test_no_optimizer_of_megatrons_steps_after_a_failure(ctx: RankContext) -> No
         layer = build_layer(make_config("ncclep", torch.float32, 1))
     assert len(torch_optimizer._global_optimizer_pre_hooks) == 1
     planted = EpGroup.of(layer.token_dispatcher.ep_group).resources.share("planted", Planted)
-    for distributed in (False, True):
-        for dtype in (torch.float32, torch.bfloat16):
-            config = make_config("ncclep", dtype, 1)
-            model = DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(use_distributed_optimizer=distributed),
-                build_layer(config),
-            )
-            options = OptimizerConfig(
-                optimizer="adam",
-                lr=0.1,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=distributed,
-            )
-            optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
-            assert_steps_are_checked(optimizer, model, planted)
-            if (distributed, dtype) == (False, torch.float32):
-                groups = ProcessGroupCollection.use_mpu_process_groups()
-                chained = list(optimizer.chained_optimizers)
-                layer_wise = LayerWiseDistributedOptimizer(chained, options, groups)
-                assert_steps_are_checked(layer_wise, model, planted)
+    for distributed, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
+        model, optimizer = with_optimizer(make_config("ncclep", dtype, 1), distributed)
+        assert_steps_are_checked(optimizer, model, planted)
+        if (distributed, dtype) == (False, torch.float32):
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            chained = list(optimizer.chained_optimizers)
+            layer_wise = LayerWiseDistributedOptimizer(chained, chained[0].config, groups)
+            assert_steps_are_checked(layer_wise, model, planted)
     linear = torch.nn.Linear(2, 2)
     assert_steps_are_checked(torch.optim.SGD(linear.parameters(), lr=0.1), linear, planted)
     EpGroup.of(layer.token_dispatcher.ep_group).resources.release("planted", timeout_s=60)

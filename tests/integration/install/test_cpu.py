@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankContext, RankPool
+from rank_pool import RankContext
 from timeouts import patient
 
 from megatron_ncclep import cpu
@@ -35,30 +35,26 @@ def test_missing_place_is_named() -> None:
         replace(torch.cuda, no_such_thing=None)
 
 
-def gather_and_scatter_unevenly(context: RankContext) -> None:
+@pytest.mark.ranks(3)
+def test_collectives_of_uneven_lengths(ctx: RankContext) -> None:
     cpu.enable()
-    lengths = [3, 0, 2][: context.num_ranks]
-    own = torch.full((lengths[context.rank], 2), float(context.rank + 1))
+    lengths = [3, 0, 2]
+    own = torch.full((lengths[ctx.rank], 2), float(ctx.rank + 1))
     gathered = [torch.full((n, 2), -1.0) for n in lengths]
-    dist.all_gather(gathered, own, group=context.group)
+    dist.all_gather(gathered, own, group=ctx.group)
     for rank, part in enumerate(gathered):
         assert torch.equal(part, torch.full((lengths[rank], 2), float(rank + 1)))
 
     # Row i for rank r is worth 10 r + i on every rank, times the sender's rank + 1.
-    parts = [(10.0 * r + torch.arange(n)) * (context.rank + 1) for r, n in enumerate(lengths)]
-    received = torch.empty(lengths[context.rank])
-    dist.reduce_scatter(received, parts, group=context.group)
-    senders = sum(range(1, context.num_ranks + 1))
-    expected = (10.0 * context.rank + torch.arange(lengths[context.rank])) * senders
+    parts = [(10.0 * r + torch.arange(n)) * (ctx.rank + 1) for r, n in enumerate(lengths)]
+    received = torch.empty(lengths[ctx.rank])
+    dist.reduce_scatter(received, parts, group=ctx.group)
+    senders = 1 + 2 + 3
+    expected = (10.0 * ctx.rank + torch.arange(lengths[ctx.rank])) * senders
     assert torch.equal(received, expected)
 
     with pytest.raises(UnsupportedError, match=r"all_gather.*async_op"):
-        dist.all_gather(gathered, own, group=context.group, async_op=True)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_collectives_of_uneven_lengths(megatron_pool: RankPool, ranks: int) -> None:
-    megatron_pool.run(gather_and_scatter_unevenly, ranks=ranks, timeout=300)
+        dist.all_gather(gathered, own, group=ctx.group, async_op=True)
 
 
 def gloo_threads() -> int:
@@ -98,51 +94,48 @@ class LaterOptions:
     __slots__ = ("_devices", "_threads", "_timeout", "enable_reconfigure")
 
 
-class LaterGroup:
-    """The gloo group of a torch that passes it more than this package knows."""
+@pytest.mark.parametrize(
+    ("further", "named", "options"),
+    [
+        ((), {}, {}),
+        ((9,), {}, {"_timeout": 9}),
+        ((), {"timeout": 9, "enable_reconfigure": True},
+         {"_timeout": 9, "enable_reconfigure": True}),
+        ((), {"timeout": 9, "mood": "good"}, None),
+        ((9, True), {}, None),
+    ],
+)  # fmt: skip
+def test_further_arguments_reach_gloo(
+    further: tuple[Any, ...], named: dict[str, Any], options: dict[str, Any] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From torch 2.14 on torch passes `enable_reconfigure`, and every CPU command failed.
 
-    _Options = LaterOptions
-    options: Any = None
+    Where `options` is None, arguments are not known, and reach gloo as torch wants it.
+    """
 
-    def __init__(self, store: str, rank: int, size: int, *further: Any, **named: Any) -> None:
-        self.passed = (store, rank, size, *further)
-        self.named = named
-        self.options = next((each for each in further if isinstance(each, LaterOptions)), None)
-        if self.options is None:
+    class Group:
+        """The gloo group of a torch that passes it more than this package knows."""
+
+        _Options = LaterOptions
+
+        def __init__(self, store: str, rank: int, size: int, *further: Any, **named: Any) -> None:
+            self.passed = (further, named)
             self.options = LaterOptions()
             self.options._devices, self.options._threads = [object()], 2
+            if further and isinstance(further[0], LaterOptions):
+                self.options = further[0]
 
-
-@pytest.mark.parametrize(
-    ("further", "named", "is_known"),
-    [
-        ((), {}, True),
-        ((9,), {}, True),
-        ((), {"timeout": 9, "enable_reconfigure": True}, True),
-        ((), {"timeout": 9, "mood": "good"}, False),
-        ((9, True), {}, False),
-    ],
-)
-def test_further_arguments_reach_gloo(
-    further: tuple[Any, ...],
-    named: dict[str, Any],
-    is_known: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From torch 2.14 on torch passes `enable_reconfigure`, and every CPU command failed."""
-    made = type("Group", (LaterGroup,), {"__init__": LaterGroup.__init__})
-    monkeypatch.setattr(dist, "ProcessGroupGloo", made)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Group)
     torch_calls._share_gloo_device()
-    first, second = (made("store", 0, 1, *further, **named) for _ in range(2))
-    assert (first.passed, first.named) == (("store", 0, 1, *further), named)
-    assert (second.options._devices == first.options._devices) == is_known
-    if not is_known:  # as torch wants it
-        assert (second.passed, second.named) == (first.passed, first.named)
+    first, second = (Group("store", 0, 1, *further, **named) for _ in range(2))
+    assert first.passed == (further, named)
+    if options is None:
+        assert second.passed == (further, named)
         return
-    assert (len(second.passed), second.named) == (4, {})
-    expected = {**dict.fromkeys(["timeout"][: len(further)], 9), **named}
-    for name, value in expected.items():
-        assert getattr(second.options, "_timeout" if name == "timeout" else name) == value
+    assert second.passed == ((second.options,), {})
+    assert second.options._devices == first.options._devices
+    assert {name: getattr(second.options, name) for name in options} == options
 
 
 def test_tracker_forks_the_cpus_generator(ctx: RankContext) -> None:

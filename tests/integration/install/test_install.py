@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import inspect
@@ -121,7 +122,7 @@ def test_options_of_the_command_line(ctx: RankContext) -> None:
 
     if not has("training"):
         return  # this release's wheel has no command line
-    from megatron.training.arguments import parse_args
+    from megatron.training.arguments import add_megatron_arguments, parse_args
 
     with pytest.MonkeyPatch.context() as patch:
 
@@ -152,6 +153,16 @@ def test_options_of_the_command_line(ctx: RankContext) -> None:
             parse("--ncclep-timeout-s", "0", *ours)
         assert "invalid choice: 'nativ' (choose from" in printed("--ncclep-engine", "nativ", *ours)
         assert "--ncclep-max-recv-rows" in printed("--help")
+        # In the place of a type that a framework sets, options are used.
+        patch.setenv("NCCLEP_IN_PLACE_OF", "alltoall")
+        assert parse(ours[0], "alltoall", *aligned).moe_token_dispatcher_type == "alltoall"
+        assert TransformerConfig.ncclep.alignment == 16
+        with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
+            parse(ours[0], "flex", *aligned)
+        # The field of configs is no argument, and each of ours is there once.
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        assert not any(action.dest == "ncclep" for action in parser._actions)
+        assert "ncclep" in TransformerConfig.__dataclass_fields__
         patch.setenv("NCCLEP_ENGINE", "nativ")
         with pytest.raises(ValueError, match="NCCLEP_ENGINE='nativ': not one of auto, native"):
             parse(*ours)

@@ -8,8 +8,8 @@ TransformerEngine, without any `__init__`.  tests/gpu/test_gpu_bridge.py trains 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import make_dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +23,6 @@ from megatron_ncclep.integration import hooks
 from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = pytest.mark.alone
-
-
-@dataclass
-class Settings:
-    """The fields of a config that the stand-ins use."""
-
-    moe_token_dispatcher_type: str = "ncclep"
-    seen: str = ""
 
 
 class CommOverlapConfig:
@@ -48,6 +40,10 @@ def apply_moe_token_drop(model_provider: Any, moe_expert_capacity_factor: float 
 
 def parse_hydra_overrides(cfg: Any, overrides: list[str]) -> list[str]:
     return overrides
+
+
+def config_of(kind: str) -> Any:
+    return SimpleNamespace(moe_token_dispatcher_type=kind)
 
 
 def changed(name: str, **contents: Any) -> Any:
@@ -68,16 +64,16 @@ def test_the_places() -> None:
     )
     drop = changed("training.utils.moe_token_drop", apply_moe_token_drop=apply_moe_token_drop)
     for wanted, shown in (("ncclep", "alltoall"), ("flex", "flex")):
-        config = Settings(wanted)
+        config = config_of(wanted)
         overlap.CommOverlapConfig().setup(config, None)
         assert (config.seen, config.moe_token_dispatcher_type) == (shown, wanted)
     with pytest.raises(AssertionError):
-        overlap.CommOverlapConfig().setup(model_config=Settings("allgather"))
-    config = Settings()
+        overlap.CommOverlapConfig().setup(model_config=config_of("allgather"))
+    config = config_of("ncclep")
     assert drop.apply_moe_token_drop(model_provider=config) is config
     assert config.moe_token_dispatcher_type == "ncclep"
     with pytest.raises(AssertionError):
-        drop.apply_moe_token_drop(Settings("flex"))
+        drop.apply_moe_token_drop(config_of("flex"))
     for name in ("training.comm_overlap", "training.utils.moe_token_drop"):
         changed(name)  # a release without the function: nothing to patch
 
@@ -104,9 +100,7 @@ def test_one_override_of_a_recipe(ctx: RankContext) -> None:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        @dataclass
-        class Container:
-            model: Any
+        Container = make_dataclass("Container", ["model"])
 
         def recipe(*given: str) -> Any:
             model = config_class.TransformerConfig(**OPTIONS, use_cpu_initialization=True)

@@ -8,42 +8,20 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
-import layer_case
 import pytest
 import torch
-from layer_case import LayerCase, assert_same_training, train_on_rank
-from megatron_setup import build_layer, has, initialize, make_config
+from megatron_setup import build_layer, initialize, make_config
 from rank_pool import RankContext
 from test_field import OPTIONS
 
 from megatron_ncclep.errors import EngineUnavailableError, InputError, UnsupportedError
-from megatron_ncclep.integration import hooks
 from megatron_ncclep.ranks.group import EpGroup
 
 pytestmark = pytest.mark.each_release
 
 VARIABLE = "NCCLEP_IN_PLACE_OF"
 NAME = "NcclEpTokenDispatcher"
-
-
-def test_a_layer_trains_as_alltoall_does(ctx: RankContext) -> None:
-    """Also where the framework set the type after the config had been validated."""
-
-    def train(ctx: RankContext, case: LayerCase, dispatcher: str) -> dict[str, Any]:
-        def config_of(dispatcher: str, *args: Any, **options: Any) -> Any:
-            return make_config("alltoall", *args, **options)
-
-        def build(*args: Any) -> torch.nn.Module:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(VARIABLE, "alltoall" if dispatcher == "ncclep" else "")
-                return build_layer(*args)
-
-        with mock.patch.multiple(layer_case, make_config=config_of, build_layer=build):
-            return train_on_rank(ctx, case, dispatcher)
-
-    assert_same_training(ctx, LayerCase("in place"), "reference", train)
 
 
 @pytest.mark.alone
@@ -106,23 +84,3 @@ def test_errors_of_a_layer_name_the_variable(ctx: RankContext) -> None:
             assert words in str(caught.value)
             named = f"unset {VARIABLE}=alltoall, which asks for 'ncclep' here" in str(caught.value)
             assert named == (dispatcher == "alltoall")
-
-
-@pytest.mark.alone
-def test_options_on_the_command_line_are_used_then(ctx: RankContext) -> None:
-    hooks.install()
-    if not has("training"):
-        return  # this release's wheel has no command line
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.training.arguments import parse_args
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformerConfig, "ncclep", None)
-        words = "train --moe-token-dispatcher-type alltoall --ncclep-alignment 16"
-        patch.setattr("sys.argv", words.split())
-        patch.setenv(VARIABLE, "flex")
-        with pytest.raises(UnsupportedError, match="--ncclep-alignment was given"):
-            parse_args()
-        patch.setenv(VARIABLE, "alltoall")
-        assert parse_args().moe_token_dispatcher_type == "alltoall"
-        assert TransformerConfig.ncclep.alignment == 16
