@@ -20,7 +20,7 @@ CC = shutil.which("gcc")
 
 def run(*command: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), text=True, capture_output=True, timeout=120,
+        list(map(str, command)), text=True, capture_output=True, timeout=300,
         env={**os.environ, **environment},
     )  # fmt: skip
 

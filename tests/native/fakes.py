@@ -34,7 +34,7 @@ def compile_fake(path: Path, ep_version: int = 200, nccl_version: int = 23007) -
     defines = [f"-DFAKE_EP_VERSION={ep_version}", f"-DFAKE_NCCL_VERSION={nccl_version}"]
     source = Path(__file__).with_name("fake_nccl.c")
     command = ["cc", "-shared", "-fPIC", *defines, source, "-o", path]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     return path
 
 
