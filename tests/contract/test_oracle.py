@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from compare import assert_dispatched, assert_same_bits
+from compare import assert_same_bits
 from oracle import Slot, oracle_combine, oracle_dispatch, oracle_plan
 
 from megatron_ncclep.benchmark.cases import Case
@@ -97,6 +98,10 @@ class Result:
         found = (self.where(source=source, token=token) for source, token in tokens)
         return next(rows for rows in found if len(rows) == 2)
 
+    def received(self) -> list[Any]:
+        """Rows and weights."""
+        return [self.rows.tolist(), self.row_w.tolist()]
+
     def combined(self) -> list[torch.Tensor]:
         """What comes back to rank 0 from experts that differ: sums, and weights."""
         slots = self.plan.slots[0]
@@ -136,21 +141,14 @@ MUTATIONS: dict[str, Callable[[Result], object]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_dispatch_rejects(name: str) -> None:
-    result = Result()
-    assert_dispatched(result.plan, result.x, result.w, 0, result.rows, result.row_w)
+def test_mistakes_are_seen(name: str) -> None:
+    """In what dispatch delivers, and in sums of experts that differ."""
+    expected, result = Result(), Result()
+    assert result.received() == expected.received()
     MUTATIONS[name](result)
-    with pytest.raises(AssertionError, match=r"rank 0(, row \d+ \(| has \d+ rows)"):
-        assert_dispatched(result.plan, result.x, result.w, 0, result.rows, result.row_w)
-
-
-@pytest.mark.parametrize("name", SEEN_IN_BOTH)
-def test_combine_rejects(name: str) -> None:
-    """Experts that differ turn a wrong row into a wrong sum."""
-    result = Result()
-    expected = result.combined()
-    SEEN_IN_BOTH[name](result)
-    assert not all(map(torch.equal, result.combined(), expected))
+    assert result.received() != expected.received()
+    if name in SEEN_IN_BOTH:
+        assert not all(map(torch.equal, result.combined(), expected.combined()))
 
 
 @pytest.mark.parametrize(
