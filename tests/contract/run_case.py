@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_same_bits
 from contract_cases import (
     GROUP_LIMITS,
@@ -24,6 +26,7 @@ from contract_cases import (
 from oracle import OraclePlan, oracle_combine, oracle_dispatch, oracle_plan
 from rank_pool import RankContext, RankPool
 
+import megatron_ncclep
 from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.benchmark.table_oracle import slot_table, table_combine, table_dispatch
 from megatron_ncclep.engines import create_engine
@@ -155,6 +158,18 @@ def error_on_rank(
     except EpError as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return [], ""
+
+
+@contextmanager
+def own_group(ctx: RankContext, **environment: str) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks, made where there are these variables, that a test may leave failed."""
+    group = dist.new_group(list(range(ctx.num_ranks)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield group
+    megatron_ncclep.close(group)
+    dist.destroy_process_group(group)
 
 
 def calls(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankContext
+from run_case import own_group
 
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
@@ -48,22 +49,19 @@ def test_a_rank_may_be_late_in_the_first_step(
     ctx: RankContext, make: Callable[[Engine], Callable[[], object]], shares_memory: bool
 ) -> None:
     """Rank 1 is, in those of two engines; after them rank 0 gives up."""
-    process_group = dist.new_group(list(range(ctx.num_ranks)))  # that may fail without harm
     config = EpConfig(engine="reference", timeout_s=TIMEOUT_S, first_timeout_s=FIRST_S)
-    group = EpGroup.of(process_group)
-    for _ in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
+        group = EpGroup.of(process_group)
+        for _ in range(2):
             call = make(create_engine(process_group, 2 * ctx.num_ranks, config))
-        group.check()  # of a model that has not begun
-        dist.barrier(ctx.group)
-        if ctx.rank == 1:
-            time.sleep(LATE_S)  # longer than rank 0 waits, were this not the first step
-        call()
-        dist.barrier(ctx.group)
-        group.check()
-    if ctx.rank == 0:
-        with pytest.raises(PeerError, match=rf"\(deadline {TIMEOUT_S:g} s\)"):
+            group.check()  # of a model that has not begun
+            dist.barrier(ctx.group)
+            if ctx.rank == 1:
+                time.sleep(LATE_S)  # longer than rank 0 waits, were this not the first step
             call()
-    dist.barrier(ctx.group)
-    dist.destroy_process_group(process_group)
+            dist.barrier(ctx.group)
+            group.check()
+        if ctx.rank == 0:
+            with pytest.raises(PeerError, match=rf"\(deadline {TIMEOUT_S:g} s\)"):
+                call()
+        dist.barrier(ctx.group)

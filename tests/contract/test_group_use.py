@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankContext
+from run_case import own_group
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 from timeouts import patient
 
@@ -116,32 +117,25 @@ def test_an_engine_of_an_evaluation(ctx: RankContext, shares_memory: bool) -> No
     """An evaluation in inference mode after which the limit followed the load made tensors that the
     next training step could not write to, and so did its first exchange between nodes.
     """
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
     options = EpConfig(engine="reference", max_recv_rows=16, on_overflow="raise")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
         with torch.inference_mode():
             engine = create_engine(process_group, NUM_EXPERTS, options)
             EpGroup.of(process_group).hosts.gather(torch.zeros(9999), "a long message", 20.0)
         engine.plan(topk(ctx).repeat(8, 1))
         with pytest.raises(RowsDroppedError):
             EpGroup.of(process_group).check()
-    megatron_ncclep.close(process_group)
-    dist.destroy_process_group(process_group)
 
 
 @pytest.mark.cpu_only
-def test_beside_a_default_device(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_default_device(ctx: RankContext) -> None:
     """A model that is made without memory (`with torch.device("meta")`) is filled later, but its
     engine needs numbers now: it was "Cannot copy out of meta tensor".
     """
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(ctx.num_ranks // 2))
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
-    with torch.device("meta"):
-        engine = create_engine(process_group, 2 * NUM_EXPERTS, EpConfig(engine="hierarchical"))
-    assert engine.plan(topk(ctx)).num_tokens == len(topk(ctx))
-    megatron_ncclep.close(process_group)
-    dist.destroy_process_group(process_group)
+    with own_group(ctx, NCCLEP_LOCAL_RANKS=str(ctx.num_ranks // 2)) as process_group:
+        with torch.device("meta"):
+            engine = create_engine(process_group, 2 * NUM_EXPERTS, EpConfig(engine="hierarchical"))
+        assert engine.plan(topk(ctx)).num_tokens == len(topk(ctx))
 
 
 @pytest.mark.cpu_only
@@ -150,9 +144,7 @@ def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memo
     """A rank that has refused a call still comes to close the group: if it does not, that is the
     error, and a group that is made after both begins without either.
     """
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
         for _ in range(2):
             group, deadline_s = EpGroup.of(process_group), patient(20.0)
             group.timeout_s = deadline_s
@@ -165,7 +157,6 @@ def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memo
                     group.hosts.agree("close", {}, None, 0.2)
             dist.barrier(ctx.group)
             megatron_ncclep.close(process_group)
-    dist.destroy_process_group(process_group)
 
 
 @pytest.mark.cpu_only
@@ -178,23 +169,20 @@ def test_a_refusal_reaches_ranks_that_want_to_agree(
     Over torch they hear of it when the rank closes its engine, and once were left without a word
     of it, in different calls.
     """
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
-    group, deadline_s, refusal = EpGroup.of(process_group), patient(20.0), ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    deadline_s, refusal = patient(20.0), ""
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
+        group = EpGroup.of(process_group)
         group.hosts.agree("open", {}, None, deadline_s)
-    if ctx.rank == 1:
-        group.hosts.refuse("dispatch: rank 1: x is wrong")
-    else:
-        for _ in range(num_more):
-            group.hosts.enter()
-        with pytest.raises(RefusedError) as caught:
-            group.hosts.agree("dispatch", {}, None, deadline_s)
-        refusal = str(caught.value)
-    call = group.hosts.agree("close", {}, None, deadline_s).call
-    group.hosts.forget_refusal()
-    assert group.hosts.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
-    group.close()
-    dist.destroy_process_group(process_group)
+        if ctx.rank == 1:
+            group.hosts.refuse("dispatch: rank 1: x is wrong")
+        else:
+            for _ in range(num_more):
+                group.hosts.enter()
+            with pytest.raises(RefusedError) as caught:
+                group.hosts.agree("dispatch", {}, None, deadline_s)
+            refusal = str(caught.value)
+        call = group.hosts.agree("close", {}, None, deadline_s).call
+        group.hosts.forget_refusal()
+        assert group.hosts.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
     said = "" if ctx.rank == 1 else "dispatch: rank 1: x is wrong"
     assert (refusal, call) == (said, 3 + num_more)

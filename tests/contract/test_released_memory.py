@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankContext, RankPool
-from run_case import assert_steps, calls, fitted, opened, run_case
+from run_case import assert_steps, calls, fitted, opened, own_group, run_case
 
 import megatron_ncclep
 from megatron_ncclep.benchmark.cases import Case
@@ -85,17 +85,15 @@ def test_the_first_step_still_lies_ahead(ctx: RankContext, engine_name: str) -> 
     """Who gave memory back twice before the first pass, for a generator that comes first, lost the
     longer deadline of the step in which ranks compile.
     """
-    group = dist.new_group(list(range(ctx.num_ranks)))
     options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 40.0}
-    engine = create_engine(group, 4 * ctx.num_ranks, options)
-    for _ in range(2):
+    with own_group(ctx) as group:
+        engine = create_engine(group, 4 * ctx.num_ranks, options)
+        for _ in range(2):
+            megatron_ncclep.release_memory(group)
+        assert EpGroup.of(group).deadline_s(engine.config) == 40.0
+        engine.plan(torch.tensor([[0, 7]], device=ctx.device))
         megatron_ncclep.release_memory(group)
-    assert EpGroup.of(group).deadline_s(engine.config) == 40.0
-    engine.plan(torch.tensor([[0, 7]], device=ctx.device))
-    megatron_ncclep.release_memory(group)
-    assert EpGroup.of(group).deadline_s(engine.config) == 20.0
-    megatron_ncclep.close(group)
-    dist.destroy_process_group(group)
+        assert EpGroup.of(group).deadline_s(engine.config) == 20.0
 
 
 def test_what_is_no_group(ctx: RankContext) -> None:
