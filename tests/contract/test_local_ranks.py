@@ -1,4 +1,4 @@
-"""LocalRanks: what ranks send, and how their failures are told."""
+"""LocalRanks: what ranks send, how their failures are told, and that nothing is left of them."""
 
 from __future__ import annotations
 
@@ -17,43 +17,27 @@ from megatron_ncclep.ranks.launch import LocalRanks, RankContext, RankError
 LONG_S = patient(60.0)
 
 
-def tell(ctx: RankContext, send: Callable[[Any], None], mistake: str) -> None:
-    """Send who this is, and then do what `mistake` says on rank 1."""
+def tell_and_fail(ctx: RankContext, send: Callable[[Any], None]) -> None:
+    """Send who this is; then rank 0 hangs, rank 1 raises and rank 2 dies."""
     total = [None] * ctx.num_ranks
     dist.all_gather_object(total, os.getpid(), group=ctx.group)
     send((ctx.rank, ctx.device, total))
-    if ctx.rank == 1 and mistake == "raise":
+    if ctx.rank == 0:
+        time.sleep(2 * LONG_S)
+    if ctx.rank == 1:
         raise ZeroDivisionError("a bug")
-    if ctx.rank == 1 and mistake == "die":
-        os._exit(3)
-    while ctx.rank == 0 and mistake != "raise":
-        time.sleep(1)
-    send("done")
+    os._exit(3)
 
 
-def do_not_start() -> None:
-    raise ImportError("no module for ranks")
-
-
-@pytest.mark.parametrize(
-    ("mistake", "told"), [("raise", "rank 1 ---\n(?s:.*)ZeroDivisionError: a bug"),
-                          ("die", "rank 1 died\nrank 0 did not answer within 1 s after rank 1")]
-)  # fmt: skip
-def test_ranks_answer_until_one_fails_and_nothing_is_left(
-    monkeypatch: pytest.MonkeyPatch, mistake: str, told: str
-) -> None:
+def test_ranks_answer_until_one_fails_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", 1.0)
-    with LocalRanks(2, "gloo", tell, mistake) as ranks:
-        (first, second) = ranks.receive(LONG_S)
-        assert [first[:2], second[:2]] == [(0, "cpu"), (1, "cpu")]
+    told = (
+        r"rank 2 died\nrank 0 did not answer within 1 s after rank [12] had failed\n"
+        r"--- rank 1 ---\n(?s:.*)ZeroDivisionError: a bug"
+    )
+    with LocalRanks(3, "gloo", tell_and_fail) as ranks:
+        received = ranks.receive(LONG_S)
+        assert [each[:2] for each in received] == [(0, "cpu"), (1, "cpu"), (2, "cpu")]
         with pytest.raises(RankError, match=told):
             ranks.receive(LONG_S)
-    assert not [pid for pid in first[2] if psutil.pid_exists(pid)]
-
-
-def test_what_keeps_ranks_from_starting_is_told() -> None:
-    with (
-        LocalRanks(1, "gloo", tell, "", prepare=do_not_start) as ranks,
-        pytest.raises(RankError, match="ImportError: no module for ranks"),
-    ):
-        ranks.receive(LONG_S)
+    assert not [pid for pid in received[0][2] if psutil.pid_exists(pid)]
