@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from compare import assert_same_bits
+from on_ranks import gathered
 from rank_pool import RankContext, RankPool
-from run_case import Sums, fitted, opened, order_of, run_case
+from run_case import Tables, fitted, opened, run_case
 
 from megatron_ncclep.benchmark.cases import Case
-from megatron_ncclep.benchmark.shapes import tables_of
-from megatron_ncclep.benchmark.table_oracle import table_combine, table_dispatch
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 
@@ -83,26 +81,23 @@ class Oracle:
     """Stands in for an engine: computes with all ranks' tensors, in the order of that engine."""
 
     def __init__(self, ctx: RankContext, case: Case, engine_name: str) -> None:
-        self.ctx, self.case, self.sums = ctx, case, Sums.of(engine_name, case.num_ranks)
         topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-        on_node = order_of(engine_name, case.num_ranks)
-        self.tables = tables_of(topk_idx, case.num_experts, case.alignment, on_node)
+        self.ctx, options = ctx, (case.num_experts, case.alignment)
+        self.tables = Tables(engine_name, topk_idx, *options)
 
-    def every(self, mine: torch.Tensor | None) -> list[torch.Tensor] | None:
+    def every(self, mine: torch.Tensor | None) -> Any:
         """The tensor of each rank."""
-        theirs: list[torch.Tensor | None] = [None] * self.case.num_ranks
-        dist.all_gather_object(theirs, None if mine is None else mine.cpu(), self.ctx.group)
-        return None if mine is None else [t.to(mine.device) for t in theirs if t is not None]
+        theirs = gathered(self.ctx, None if mine is None else mine.cpu())
+        return None if mine is None else [t.to(mine.device) for t in theirs]
 
     def plan(self, topk_idx: torch.Tensor) -> Oracle:
         return self
 
     def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        return table_dispatch(self.tables[self.ctx.rank], self.every(x), self.every(w))
+        return self.tables.dispatch(self.ctx.rank, self.every(x), self.every(w))
 
     def combine(self, plan: Any, y: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        sizes = list(self.case.tokens), self.ctx.rank, self.case.top_k
-        return table_combine(self.tables, *sizes, self.every(y), self.every(w), *self.sums)
+        return self.tables.combine(self.ctx.rank, self.every(y), self.every(w))
 
 
 def step_of_both(

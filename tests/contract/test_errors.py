@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
+from megatron_ncclep.engines.checks import device_problem
 from megatron_ncclep.engines.engine import Engine
 from megatron_ncclep.engines.reference import engine as reference
 from megatron_ncclep.errors import InputError
@@ -426,3 +427,23 @@ def test_what_is_no_process_group_is_named(ctx: RankContext) -> None:
     for group in (None, 0):
         with pytest.raises(InputError, match=f"process_group is {group}: .*distributed.group.WORL"):
             create_engine(group, NUM_EXPERTS, config())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "group", "problem"),
+    [
+        ("cpu", "cpu", None),
+        ("cuda:1", "cuda:1", None),
+        ("cuda:1", "cuda", None),  # a group that does not say which
+        ("cuda:1", "cuda:0", "x is on cuda:1, but the group is on cuda:0, "),
+        ("cuda:0", "cuda:3", r"x is on cuda:0, .* \.to\('cuda:3'\), or call torch\.cuda\.set_"),
+        ("cpu", "cuda:0", r"x is on cpu, .* moves cuda tensors: move it with \.to\('cuda'\)"),
+        ("cuda:0", "cpu", "x is on cuda:0, but the process group moves cpu tensors"),
+        ("meta", "cuda:0", "x is on meta"),
+    ],
+)
+def test_devices(tensor: str, group: str, problem: str | None) -> None:
+    """With real tensors two GPUs in one process would be needed, and ranks have one."""
+    found = device_problem("x", SimpleNamespace(device=torch.device(tensor)), torch.device(group))
+    assert (found is None) == (problem is None)
+    assert re.search(problem or "", found or "")
