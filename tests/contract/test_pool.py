@@ -157,9 +157,10 @@ def tell_and_fail(ctx: RankContext, send: Callable[[Any], None]) -> None:
 
 
 def test_ranks_answer_until_one_fails_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", 1.0)
+    grace_s = patient(5.0)
+    monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", grace_s)
     told = (
-        r"rank 2 died\nrank 0 did not answer within 1 s after rank [12] had failed\n"
+        rf"rank 2 died\nrank 0 did not answer within {grace_s:g} s after rank [12] had failed\n"
         r"--- rank 1 ---\n(?s:.*)ZeroDivisionError: a bug"
     )
     with LocalRanks(3, "gloo", tell_and_fail) as ranks:
