@@ -27,22 +27,22 @@ def test_alignment_pads_each_block() -> None:
     assert [row for row, slot in enumerate(plan.slots[0]) if slot] == [0, 1, 16]
 
 
-def test_overflow_drops_the_last_source_and_token_first() -> None:
-    # Expert 0 gets (0, t0) (0, t1) (1, t0); expert 1 gets (0, t1) (1, t0).  Three rows fit.
-    topk = [torch.tensor([[0, -1], [0, 1]]), torch.tensor([[1, 0]])]
-    plan = oracle_plan(topk, num_experts=2, max_recv_rows=3)
-    assert plan.num_dropped == [0, 0]  # each rank holds one expert, with at most three rows
-    plan = oracle_plan([topk[0]], num_experts=2, max_recv_rows=2)
+def test_overflow_drops_the_last_tokens_first() -> None:
+    """Expert 0 gets tokens 0 and 1, expert 1 would get token 1."""
+    topk = [torch.tensor([[0, -1], [0, 1]])]
+    plan = oracle_plan(topk, num_experts=2, max_recv_rows=2)
     assert plan.slots == [[Slot(0, 0, 0, 0), Slot(0, 1, 0, 0)]]
     assert plan.num_dropped == [1]
+    # On two ranks each has one expert, with at most three rows.
+    plan = oracle_plan([*topk, torch.tensor([[1, 0]])], num_experts=2, max_recv_rows=3)
+    assert plan.num_dropped == [0, 0]
 
 
 def test_overflow_counts_whole_blocks_of_the_alignment() -> None:
-    # Expert 0 opens an alignment block of 16, expert 1 would open a second one; 16 rows fit only
-    # one.
+    """Expert 0 opens a block of 16; 16 rows fit only one, and nothing fits after what did not."""
     plan = oracle_plan([torch.tensor([[0, 1], [0, -1]])], 2, alignment=16, max_recv_rows=16)
     assert plan.slots[0][:2] == [Slot(0, 0, 0, 0), None]
-    assert plan.num_dropped == [2]  # the assignment that did not fit and everything after it
+    assert plan.num_dropped == [2]
 
 
 @pytest.mark.parametrize(
