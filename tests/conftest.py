@@ -25,7 +25,7 @@ from network.option import add_network_option, use_network
 from on_ranks import pytest_pyfunc_call  # noqa: F401  (a hook of pytest)
 from packaging.version import Version
 from processes import LOCAL_RANKS
-from ran import add_ran_option, recorder
+from ran import Recorder
 from rank_pool import RankPool
 from small_job import Trainer
 from timeouts import PatientPool
@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="with --backend nccl: as how many hosts the largest --ranks appear (default: 1)",
     )
     add_network_option(add)
-    add_ran_option(add)
+    add("--ran", type=Path, metavar="FOLDER", help="write there with which versions all passed")
     add(
         "--engine",
         action="append",
@@ -110,8 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--iterations: must be at least 1")
     if lists_only(config):
         return
-    if (plugin := recorder(config)) is not None:
-        config.pluginmanager.register(plugin)
+    if (folder := config.getoption("--ran")) is not None:
+        config.pluginmanager.register(Recorder(folder, config.getoption("--megatron")))
     over, hosts = config.getoption("--backend"), config.getoption("--hosts")
     check_options(chosen_engines(config), chosen_ranks(config), over, hosts)
     if over == "nccl":

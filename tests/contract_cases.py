@@ -90,11 +90,12 @@ def contract_cases(num_ranks: int) -> list[Case]:
     def uneven(most: int) -> tuple[int, ...]:
         return tuple(most * (r + 1) // R for r in range(R))
 
-    one_empty = (*uneven(20)[:-1], 0)
-    cases = [
+    many, top_k = (E + R, 6) if E + R >= 6 else (E, 4)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    return [
         Case("even", (16,) * R, E),
         Case("uneven", uneven(23), E, top_k=3),
-        Case("a-rank-without-tokens", one_empty, E),
+        Case("a-rank-without-tokens", (*uneven(20)[:-1], 0), E),
         Case("no-tokens-at-all", (0,) * R, E),
         Case("one-token", (*(0,) * (R - 1), 1), E),
         Case("top-1", uneven(17), E, top_k=1),
@@ -110,14 +111,10 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("hidden-odd", uneven(13), E, hidden=37, fixed_payload=True),
         *(
             Case(
-                f"{str(dtype).removeprefix('torch.')}-top-{6 if E + R >= 6 else 4}",
-                uneven(25),
-                E + R if E + R >= 6 else E,
-                6 if E + R >= 6 else 4,
-                dtype=dtype,
-                fixed_payload=dtype == torch.float64,
+                f"{str(dtype).removeprefix('torch.')}-top-{top_k}", uneven(25), many, top_k,
+                dtype=dtype, fixed_payload=dtype == torch.float64,
             )
-            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+            for dtype in dtypes
         ),
         *(
             Case(f"alignment-{a}", uneven(29), E, 3, alignment=a, dropped=0.1)
@@ -130,8 +127,7 @@ def contract_cases(num_ranks: int) -> list[Case]:
         Case("static-bf16", uneven(30), E, 4, dtype=torch.bfloat16, max_recv_rows=64, dropped=0.2),
         Case("static-worst", (13,) * R, E, 3, alignment=16, max_recv_rows="worst", skew=100.0),
         Case("static-factor", (24,) * R, E, 3, alignment=16, max_recv_rows="1x", skew=0.5),
-    ]
-    return cases
+    ]  # fmt: skip
 
 
 def refusal_words(limit: str, case: Case, caps: EngineCaps) -> list[str]:

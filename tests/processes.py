@@ -1,6 +1,6 @@
 """Processes that are the ranks of one job, without a supervisor: where they meet, how each ends.
 
-`RankPool` keeps its processes alive; those of `fork_server.py` each go through their own exit,
+`RankPool` keeps its processes alive; those of `ForkServer.run` each go through their own exit,
 destructors and all, as under torchrun, but the others are not ended when one has failed.
 """
 
@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from rank_pool import pretend_host
-from timeouts import patient
-
-from megatron_ncclep.ranks import launch
-from megatron_ncclep.ranks.launch import RankContext, loopback_store, variables
+from megatron_ncclep.ranks import launch, topology
+from megatron_ncclep.ranks.launch import RankContext, variables
 
 # How many ranks are on each of the hosts that --hosts makes up: for processes of their own, and for
 # the oracle, while engines have to find out.
 LOCAL_RANKS = "TESTED_LOCAL_RANKS"
-# What a process that did not end in time gets to write down where it hangs.
-DUMP_S = patient(5.0)
 
 
 @dataclass(frozen=True)
@@ -39,22 +34,21 @@ class Ended:
     output: str
 
 
-class Store:
-    """What the ranks of a job meet in; it is here, as it is in torchrun, and outlives any rank."""
-
-    def __init__(self) -> None:
-        self._store = loopback_store()
-
-    def variables(self, num_ranks: int) -> dict[str, str]:
-        """Torchrun's variables, except for a rank's own."""
-        made = variables(0, num_ranks, self._store.port)
-        return {name: made[name] for name in made if "RANK" not in name}
+def variables_of_job(num_ranks: int, port: int) -> dict[str, str]:
+    """Torchrun's variables, except for a rank's own; `port`: of the store in which ranks meet."""
+    made = variables(0, num_ranks, port)
+    return {name: made[name] for name in made if "RANK" not in name}
 
 
 def forked_ranks() -> AbstractContextManager[Any]:
     """Within it, the ranks that a command starts are forks of this process, with its imports."""
     forks = multiprocessing.get_context("fork")
     return mock.patch.object(multiprocessing, "get_context", return_value=forks)
+
+
+def pretend_host(rank: int, ranks_on_each: int) -> None:
+    """Make this rank's process appear on one of several hosts; call before it uses NCCL."""
+    os.environ[topology.HOST_ID] = f"host{rank // ranks_on_each}"
 
 
 def join(backend: str) -> RankContext:

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_versions import INSTALLED
 
 from megatron_ncclep.doctor.machine import machine, versions
-
-
-def add_ran_option(add: Callable[..., None]) -> None:
-    add("--ran", type=Path, metavar="FOLDER", help="write there with which versions all passed")
 
 
 class Recorder:
@@ -46,9 +40,3 @@ def write(folder: Path, release: str, passed: int) -> None:
         "passed": passed,
     }
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def recorder(config: pytest.Config) -> Recorder | None:
-    """The plugin, if the options ask for it."""
-    folder, release = config.getoption("--ran"), config.getoption("--megatron")
-    return Recorder(folder, release or INSTALLED) if folder else None

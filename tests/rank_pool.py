@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import io
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fork_server import ForkServer
+from processes import pretend_host, variables_of_job
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_ncclep.ranks import topology
-from megatron_ncclep.ranks.launch import (
-    RankContext,
-    collect,
-    join,
-    loopback_store,
-    variables,
-)
+from megatron_ncclep.ranks.launch import RankContext, collect, join, loopback_store
 from megatron_ncclep.ranks.launch import RankError as RankError
 
 # Signals a rank to write its stacks to stderr, and how long that may take: they do so in turns.
 DUMP, DUMP_S = signal.SIGUSR1, 0.2
-IMPORT_S = 600.0  # for what they import, on a slow and busy machine
 
 
 class RankPool:
@@ -45,8 +36,8 @@ class RankPool:
     the next one.  The next `run` starts new processes.  Late ranks first write where they are to
     stderr: the stacks of all their threads.
 
-    The ranks are forks of one process and share its imports (`Imports`), which outlives them: new
-    ones import nothing.  Pools can have that process in common.
+    The ranks are forks of one process and share its imports, which outlives them: new ones import
+    nothing.  Pools can have that process in common.
 
     With the backend nccl, ranks share GPUs if there are fewer GPUs and NCCL allows it
     (`ranks.topology.use_gpu`).  With `hosts` above 1, NCCL and this package treat the
@@ -57,18 +48,17 @@ class RankPool:
         self,
         size: int,
         backend: str = "gloo",
-        folders: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
         hosts: int = 1,
-        imports: Imports | None = None,
+        imports: ForkServer | None = None,
     ) -> None:
-        """`imports`: another pool's, instead of a process with `folders` and `prepare`."""
+        """`imports`: another pool's, instead of a process that calls `prepare`."""
         self.size = size
         self.hosts = hosts
         self.backend = backend
         self.environment = dict(environment or {})
-        self.imports = imports or Imports(folders, self.environment, prepare)
+        self.imports = imports or ForkServer(prepare, **self.environment)
         self._has_own_imports = imports is None
         self._ranks: list[int] = []  # processes
         self._pipes: list[Connection] = []
@@ -97,26 +87,16 @@ class RankPool:
         try:
             if not self._ranks:
                 self._start()
-            return self._run(_packed((function, args, ranks)), ranks, timeout)
+            job = _packed((function, args, ranks))
+            for pipe in self._pipes[:ranks]:
+                with contextlib.suppress(ConnectionError):  # it has died since: there is no answer
+                    pipe.send_bytes(job)
+            # Tensors of a GPU arrive on the CPU: this process does not use GPUs.
+            receive = partial(_receive, device="cpu")
+            return collect(self._pipes[:ranks], receive, timeout, self._dump)
         except BaseException:
             self._end_ranks()  # a late answer would be taken for that of the next job
             raise
-
-    def _run(self, job: bytes, ranks: int, timeout: float) -> list[Any]:
-        """Send a job and collect the answers, as for `run`."""
-        for pipe in self._pipes[:ranks]:
-            with contextlib.suppress(ConnectionError):  # it has died since: there is no answer
-                pipe.send_bytes(job)
-        # Tensors of a GPU arrive on the CPU: this process does not use GPUs.
-        receive = partial(_receive, device="cpu")
-        return collect(self._pipes[:ranks], receive, timeout, self._dump)
-
-    def _dump(self, some_are_late: bool) -> None:
-        """Have ranks write where they are, if some are late."""
-        for rank, process in enumerate(self._ranks if some_are_late else ()):
-            print(f"--- rank {rank} ---", file=sys.stderr, flush=True)
-            os.kill(process, DUMP)  # none is reaped before `_end_ranks`
-            time.sleep(DUMP_S)
 
     def close(self) -> None:
         """Kill the processes of this pool.  A later `run` starts new ones."""
@@ -128,13 +108,21 @@ class RankPool:
         # As in torchrun, this process holds the store in which ranks meet: it takes a free port, so
         # no other process can take that port before rank 0 has started.
         self._store = loopback_store()
-        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.size)), strict=True)
-        self._pipes = list(ours)
+        variables = {**self.environment, **variables_of_job(self.size, self._store.port)}
         with contextlib.ExitStack() as ends:
+            ours, theirs = zip(*(Pipe() for _ in range(self.size)), strict=True)
+            self._pipes = list(ours)
             for pipe in theirs:
                 ends.enter_context(pipe)
-            job = (self.backend, self.hosts, self._store.port, self.environment)
-            self._ranks = self.imports.fork(theirs, job)
+            job = ("rank_pool:be_rank", (self.backend, self.hosts), [None] * self.size)
+            self._ranks = self.imports.fork(*job, theirs, GLOO_SOCKET_IFNAME="lo", **variables)
+
+    def _dump(self, some_are_late: bool) -> None:
+        """Have ranks write where they are, if some are late."""
+        for rank, process in enumerate(self._ranks if some_are_late else ()):
+            print(f"--- rank {rank} ---", file=sys.stderr, flush=True)
+            os.kill(process, DUMP)  # none is reaped before `_end_ranks`
+            time.sleep(DUMP_S)
 
     def _end_ranks(self) -> None:
         """Kill the ranks, and wait for their end."""
@@ -143,64 +131,6 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._ranks, self._pipes, self._store = [], [], None
-
-
-class Imports:
-    """A process with the imports of ranks, which are its forks.
-
-    It puts `folders` in front of this process's import path, has the variables of `environment`,
-    and calls `prepare`, which must not use CUDA.  It starts with the first ranks; with it they end.
-    """
-
-    def __init__(
-        self,
-        folders: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        prepare: Callable[[], None] | None = None,
-    ) -> None:
-        self.arguments = (list(folders), dict(environment or {}), prepare)
-        self._process: Any = None
-        self._control: Any = None
-
-    def fork(self, pipes: Sequence[Connection], job: tuple[Any, ...]) -> list[int]:
-        """Fork a rank for each pipe, which calls `_be_rank(..., *job)`; return their processes."""
-        if self._process is None:
-            folders, *others = self.arguments
-            context = multiprocessing.get_context("spawn")
-            self._control, theirs = context.Pipe()
-            self._process = context.Process(
-                target=_fork_ranks, args=(theirs, folders + sys.path, *others), daemon=True
-            )
-            self._process.start()
-            theirs.close()
-        try:
-            self._control.send((len(pipes), job))
-            for pipe in pipes:
-                send_handle(self._control, pipe.fileno(), self._process.pid)
-            if self._control.poll(IMPORT_S):
-                ranks: list[int] = self._control.recv()
-                return ranks
-        except (ConnectionError, EOFError):
-            pass
-        self.close()
-        raise RankError(f"what ranks import ended the process or took longer than {IMPORT_S:g} s")
-
-    def end(self, ranks: Sequence[int]) -> None:
-        """Kill ranks, and wait for their end."""
-        if self._process is not None:
-            try:
-                self._control.send(set(ranks))
-                self._control.recv()
-            except (ConnectionError, EOFError):  # it has died
-                self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._control.close()
-            self._process.terminate()
-            self._process.join()
-        self._process = self._control = None
 
 
 def _packed(values: tuple[Any, ...]) -> bytes:
@@ -223,91 +153,16 @@ def _receive(pipe: Connection, device: str | None = None) -> Any:
     return torch.load(io.BytesIO(pipe.recv_bytes()), map_location=device, weights_only=False)
 
 
-def _fork_ranks(
-    control: Connection,
-    path: list[str],
-    environment: dict[str, str],
-    prepare: Callable[[], None] | None,
-) -> None:
-    """Import what ranks need, and fork them whenever `Imports.fork` asks for some."""
-    sys.path[:] = path
-    torch.set_num_threads(1)
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment})
-    failure = None
-    try:
-        if prepare is not None:
-            prepare()
-    except Exception:
-        failure = traceback.format_exc()
-    gc.freeze()  # to search what imports have made would take longer than most jobs do
-    ranks: set[int] = set()
-
-    def end(some: set[int]) -> None:
-        for rank in some:
-            os.kill(rank, signal.SIGKILL)
-        for rank in some:
-            os.waitpid(rank, 0)
-            ranks.remove(rank)
-
-    def end_all(*_: Any) -> None:
-        end(ranks.copy())
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end_all)
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
-    while True:
-        try:
-            what = control.recv()
-        except EOFError:
-            end_all()
-        # The signal waits until the ranks are known.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        if isinstance(what, set):
-            end(what)
-            control.send(None)
-        else:
-            number, job = what
-            pipes = [Connection(recv_handle(control)) for _ in range(number)]
-            made = []
-            for rank in range(number):
-                made.append(os.fork())
-                if made[rank] == 0:
-                    control.close()
-                    signal.signal(signal.SIGINT, interrupt)
-                    _be_rank(rank, pipes, failure, *job)
-            ranks.update(made)
-            for pipe in pipes:
-                pipe.close()
-            control.send(made)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def _be_rank(
-    rank: int,
-    pipes: Sequence[Connection],
-    failure: str | None,
-    backend: str,
-    hosts: int,
-    port: int,
-    environment: dict[str, str],
-) -> None:
+def be_rank(pipe: Connection, backend: str, hosts: int) -> None:
     """Run jobs until the pool closes its end of the pipe, and end this process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.register(DUMP)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    size, pipe, status = len(pipes), pipes[rank], 1
-    for other in pipes:
-        if other is not pipe:
-            other.close()  # so that the pool notices when that rank dies
+    rank, size, status = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 1
     try:
-        if failure is not None:
-            raise ImportError(failure)
         if hosts > 1:
             pretend_host(rank, size // hosts)
-        os.environ.update({**environment, **variables(rank, size, port)})
         world = join(backend)
         groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
-        answer_jobs(world.rank, groups, world.device, pipe)
+        answer_jobs(rank, groups, world.device, pipe)
         status = 0
     except BaseException:
         with contextlib.suppress(ConnectionError):  # the pool is gone
@@ -315,12 +170,7 @@ def _be_rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # exit handlers belong to the process that forked
-
-
-def pretend_host(rank: int, ranks_on_each: int) -> None:
-    """Make this rank's process appear on one of several hosts; call before it uses NCCL."""
-    os.environ[topology.HOST_ID] = f"host{rank // ranks_on_each}"
+        os._exit(status)  # groups that have failed may wait in their destructors
 
 
 def answer_jobs(

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +114,7 @@ server = closed(
 )
 
 
-# --- rules: how a command is run, by its first word ------------------------------------
+# --- rules: how a command is run, by its first word: run_ and its name ---------------------------
 
 
 class Shell:
@@ -137,9 +136,11 @@ class Shell:
         """Run one command; one without a rule fails."""
         while re.match(r"[A-Z]\w*=", words[0]):
             self.set(words.pop(0))
-        first = "--" if words[0].startswith("--") else words[0]
-        assert first in RULES, f"no rule for {words}: add one"
-        RULES[first](self, words)
+        if words[0] not in ELSEWHERE:
+            first = "arguments" if words[0].startswith("--") else Path(words[0]).stem
+            rule = getattr(self, f"run_{first}", None)
+            assert rule is not None, f"no rule for {words}: add one"
+            rule(words)
 
     def set(self, assignment: str) -> None:
         name, _, value = assignment.partition("=")
@@ -165,22 +166,22 @@ class Shell:
         assert "..." not in arguments, arguments
         self.in_forks("check_arguments", [num_ranks, *arguments])
 
-    def docker(self, words: list[str]) -> None:
+    def run_docker(self, words: list[str]) -> None:
         if words[1] == "build":
             assert (ROOT / words[words.index("-f") + 1]).is_file(), words
         else:
             assert words[words.index("ncclep") + 1] in COMMANDS, words
 
-    def export(self, words: list[str]) -> None:
+    def run_export(self, words: list[str]) -> None:
         for word in words[1:]:
             self.set(word)
 
-    def make(self, words: list[str]) -> None:
+    def run_make(self, words: list[str]) -> None:
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
         assert words[1:], words
         assert set(words[1:]) <= set(targets), words
 
-    def pip(self, words: list[str]) -> None:
+    def run_pip(self, words: list[str]) -> None:
         assert words[1] == "install"
         project = (ROOT / "pyproject.toml").read_text()
         for word in words[2:]:
@@ -189,7 +190,7 @@ class Shell:
             if "==" in word:
                 assert f'"{word.partition("==")[0]}>=' in project, f"{word}: not of this project"
 
-    def ncclep(self, words: list[str]) -> None:
+    def run_ncclep(self, words: list[str]) -> None:
         if words[1] == "train":
             ranks = int(words[words.index("--ranks") + 1]) if "--ranks" in words else 2
             short = shlex.split(f"--steps 5 --set eval-iters=1 --text {ROOT}/docs/support.md")
@@ -197,15 +198,14 @@ class Shell:
         elif words != ["ncclep", "doctor"]:  # which tests/integration/doctor runs
             self.output(*words)
 
-    def python(self, words: list[str]) -> None:
+    def run_python(self, words: list[str]) -> None:
         """A benchmark of the checkout, on what the commands before it have made."""
-        assert words[1:2] == ["-m"], words
-        if words[2].startswith("verl."):
-            return  # tests/post_training runs it with verl
-        assert words[2].startswith("benchmarks"), words
-        self.output(sys.executable, *words[1:])
+        assert words[1] == "-m", words
+        if not words[2].startswith("verl."):  # see ELSEWHERE
+            assert words[2].startswith("benchmarks"), words
+            self.output(sys.executable, *words[1:])
 
-    def torchrun(self, words: list[str]) -> None:
+    def run_torchrun(self, words: list[str]) -> None:
         from torch.distributed.run import get_args_parser
 
         if words[1] == "...":
@@ -220,14 +220,14 @@ class Shell:
         assert (parsed.training_script, arguments[:2]) == ("megatron_ncclep", ["run", "--cpu"])
         return self.in_forks("run_ncclep", [str(self.folder), *arguments], num_ranks)
 
-    def nsys(self, words: list[str]) -> None:
-        self.torchrun(words[words.index("torchrun") :])
+    def run_nsys(self, words: list[str]) -> None:
+        self.run_torchrun(words[words.index("torchrun") :])
 
-    def launch_local(self, words: list[str]) -> None:
+    def run_launch_local(self, words: list[str]) -> None:
         text = self.output(str(ROOT / words[0]), "--dry-run", *words[1:], *SHORT)
         self.run(*commands(text))
 
-    def sbatch(self, words: list[str]) -> None:
+    def run_sbatch(self, words: list[str]) -> None:
         """Up to the command that srun would start as each rank."""
         at = words.index("scripts/train.slurm")
         in_script = re.findall(
@@ -251,27 +251,14 @@ class Shell:
         (script,) = [i for i, word in enumerate(command) if word.endswith("pretrain_gpt.py")]
         self.check(job.nodes * counted, command[script + 1 :])
 
-    def arguments(self, words: list[str]) -> None:
+    def run_arguments(self, words: list[str]) -> None:
         """Arguments alone, of a script."""
         self.check(1, [*NEEDED, *NCCLEP, *words])
 
 
-RULES: dict[str, Callable[[Shell, list[str]], None]] = {
-    "--": Shell.arguments,
-    "docker": Shell.docker,
-    "export": Shell.export,
-    "make": Shell.make,
-    "megatron": lambda shell, words: None,  # tests/post_training runs it with ms-swift
-    "ncclep": Shell.ncclep,
-    "nsys": Shell.nsys,
-    "pip": Shell.pip,
-    "python": Shell.python,
-    "sbatch": Shell.sbatch,
-    "scripts/launch_local.sh": Shell.launch_local,
-    "torchrun": Shell.torchrun,
-    "vllm": lambda shell, words: None,  # tests/serving/test_vllm.py parses it with vLLM
-    "sglang": lambda shell, words: None,  # and test_sglang.py with SGLang
-}
+# Other tests run or parse these with what they are of: tests/post_training with verl and ms-swift,
+# tests/serving/test_vllm.py and test_sglang.py.
+ELSEWHERE = ("megatron", "vllm", "sglang")
 
 
 @pytest.mark.any_python("the commands are the same")
@@ -283,11 +270,9 @@ def test_commands_run(server: ForkServer, tmp_path: Path, block: Block):
 
 
 def test_blocks_are_found():
+    """And the README starts with the two commands."""
     assert {block.language for block in PROGRAMS} == {"python"}
     assert {block.page for block in OF_COMMANDS} >= {*SCRIPTS, "README.md", "docs/get-started.md"}
-
-
-def test_readme_starts_with_the_two_commands():
     found = [words for block in blocks("README.md") for words in commands(block.text)][:2]
     assert found == [["make", "train"], ["make", "test"]]
 

@@ -59,15 +59,10 @@ def hooks(num_gpus: int, names: Sequence[str]) -> list[float]:
 
 def speeds(num_gpus: int, kind: str, run: str, added: str) -> Iterator[float]:
     """How many times as fast as the fastest of Megatron-Core's: layers or training steps."""
-    found = (
-        {name: s["sum_us"] for name, s in of.items()}
-        if kind == "layer"
-        else {name: s["step"]["median_us"] for name, s in of.items()}
-        for of in subjects(
-            comparison.result(num_gpus, run), "shapes" if kind == "layer" else "trainings"
-        ).values()
-    )
-    for us in found:
+    is_layer = kind == "layer"
+    result = comparison.result(num_gpus, run)
+    for of in subjects(result, "shapes" if is_layer else "trainings").values():
+        us = {name: s["sum_us"] if is_layer else s["step"]["median_us"] for name, s in of.items()}
         base = baseline(us)
         assert base is not None
         yield us[base] / us[f"{kind}:ncclep:native{added}"]

@@ -25,24 +25,23 @@ sys.path[:0] = [str(ROOT / "scripts")]
 
 import check_wheels  # noqa: E402
 
-WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))
-
 
 def loaded(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_name_what_is_there(path: Path) -> None:
+def test_workflows_name_what_is_there() -> None:
     """A renamed script or target would only be noticed when a release is made."""
-    text = re.sub(r"\$\{\{.*?\}\}", "", path.read_text())
-    loaded(path)
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in re.findall(r"run: make ([^\n]*)", text):
-        assert {word for word in command.split() if "=" not in word} <= targets
-    scripts = re.findall(r"\bscripts/\w+\.\w+", text)
-    used = re.findall(r"uses: \./(\S+)", text)
-    assert all((ROOT / name).exists() for name in (*scripts, *used))
+    workflows = sorted((ROOT / ".github").rglob("*.yml"))
+    assert workflows
+    for path in workflows:
+        text = re.sub(r"\$\{\{.*?\}\}", "", path.read_text())
+        loaded(path)
+        for command in re.findall(r"run: make ([^\n]*)", text):
+            assert {word for word in command.split() if "=" not in word} <= targets, path
+        named = re.findall(r"\bscripts/\w+\.\w+", text) + re.findall(r"uses: \./(\S+)", text)
+        assert all((ROOT / name).exists() for name in named), path
 
 
 def test_what_ci_runs_is_what_a_visitor_sees() -> None:
@@ -62,20 +61,10 @@ def test_a_report_has_what_a_bug_of_a_dispatcher_needs() -> None:
         assert fields[name]["validations"]["required"]
     engines = fields["engine"]["attributes"]["options"]
     assert {name for name in ENGINES if name != "auto"} <= set(engines)
-
-
-def test_versions_agree() -> None:
     assert loaded(ROOT / "CITATION.cff")["version"] == __version__
 
 
 # --- setup.py ------------------------------------------------------------------------------------
-
-NVCC = """#!/bin/sh
-for last in "$@"; do [ "$before" != -o ] || output=$last; before=$last; done
-echo "$output" >>"$(dirname "$0")/calls"
-echo object >"$output"
-[ ! -e "$(dirname "$0")/fails" ]
-"""
 
 
 def test_links_lead_somewhere_on_a_page_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,46 +80,22 @@ def test_links_lead_somewhere_on_a_page_of_the_release(monkeypatch: pytest.Monke
     assert re.search(rf"!\[[^]]+\]\({version}/docs/figures/\w+\.svg\?raw=true\)", shown)
 
 
-def test_wheels_of_several_pythons_share_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The four wheels of a release compiled all kernels four times, and said nothing meanwhile."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").write_text(NVCC)
-    (tmp_path / "bin" / "nvcc").chmod(0o755)
-    (tmp_path / "bin" / "fails").touch()
-    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
-    build = runpy.run_path(str(ROOT / "setup.py"))["BuildExtension"]
-    source = ROOT / "csrc" / "native" / "plan" / "plan.cu"
-
-    def compile_it(forced: bool = False) -> Path:
-        return Path(build.compile_kernels(None, tmp_path, tmp_path / "objects", forced, [], source))
-
-    with pytest.raises(subprocess.CalledProcessError):
-        compile_it()
-    assert not list(tmp_path.glob("objects/**/plan.cu.o"))  # it would look finished
-    (tmp_path / "bin" / "fails").unlink()
-    made = [compile_it(), compile_it(), compile_it(forced=True)]
-    assert {path.relative_to(tmp_path / "objects") for path in made} == {
-        Path("native/plan/plan.cu.o")
-    }
-    assert made[0].read_text() == "object\n"
-    assert len((tmp_path / "bin" / "calls").read_text().splitlines()) == 3
-    assert capsys.readouterr().out.count("csrc/native/plan/plan.cu: ") == 2
-
-
 TOOLKIT = """#!/bin/sh
 here=$(dirname "$0")
 [ "$1" != --version ] || exec echo "release 13.0"
 [ ! -e "$here/edited" ] || { sleep 0.1; touch "$(cat "$here/edited")"; }
 echo "$2" >>"$here/calls"
 touch "$4"
+[ ! -e "$here/fails" ]
 """
 
 
-def test_what_a_change_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_change_compiles_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A header that was saved while the kernels were compiled, for two minutes, was older than what
-    had been made without it, so the next build found nothing to do.
+    had been made without it, so the next build found nothing to do.  And the four wheels of a
+    release compiled all kernels four times, and said nothing meanwhile.
     """
     kernels = plan, wide = ["csrc/native/plan/plan.cu", "csrc/native/wide/plan.cu"]
     header, device, other = "csrc/common/a.h", "csrc/native/b.cuh", "csrc/host/c.cpp"
@@ -155,24 +120,31 @@ def test_what_a_change_compiles_again(tmp_path: Path, monkeypatch: pytest.Monkey
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"CUDA 13.0 for sm_90 compute_90 sm_100 with NCCL \0")
 
-    def build() -> set[str]:
-        """The kernels that are compiled."""
+    def build(python: str = "") -> set[str]:
+        """The kernels that are compiled for a Python."""
         calls.write_text("")
         linked.clear()
         made = runpy.run_path("setup.py")
         given = {"name": "megatron_ncclep", "ext_modules": made["extensions"]()}
         command = made["BuildExtension"](setuptools.Distribution(given))
-        command.build_lib, command.build_temp = "lib", "build/temp"
+        command.build_lib, command.build_temp = f"lib{python}", f"build/temp{python}"
         monkeypatch.setattr(type(command), "build_extension", link)
         command.ensure_finalized()
         command.run()
         found = {str(Path(line).relative_to(tmp_path)) for line in calls.read_text().split()}
-        assert len(linked) == (2 if found or touched == other else 0)
+        assert len(linked) == (2 if found or touched == other or python else 0)
         return found
 
     touched = ""
+    (tmp_path / "bin" / "fails").touch()
+    with pytest.raises(subprocess.CalledProcessError):
+        build()
+    assert not list(tmp_path.glob("build/**/*.cu.o"))  # they would look finished
+    (tmp_path / "bin" / "fails").unlink()
     assert build() == {*kernels}
+    assert f"{plan}: " in capsys.readouterr().out
     assert build() == set()
+    assert build("of another Python") == set()
     for touched in (header, device, plan, wide, other):
         (tmp_path / touched).touch()
         assert build() == {wide: {wide}, other: set()}.get(touched, {*kernels}), touched

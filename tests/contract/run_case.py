@@ -6,10 +6,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-from compare import assert_dispatched, assert_same_bits
+import torch.distributed as dist
+from compare import assert_same_bits
 from contract_cases import (
     GROUP_LIMITS,
     PAYLOAD_LIMITS,
@@ -20,9 +23,10 @@ from contract_cases import (
     refusal_words,
     rows_limit_of,
 )
-from oracle import OraclePlan, oracle_combine, oracle_plan
+from oracle import OraclePlan, oracle_combine, oracle_dispatch, oracle_plan
 from rank_pool import RankContext, RankPool
 
+import megatron_ncclep
 from megatron_ncclep.benchmark.cases import Case, refusal
 from megatron_ncclep.benchmark.table_oracle import slot_table, table_combine, table_dispatch
 from megatron_ncclep.engines import create_engine
@@ -156,36 +160,61 @@ def error_on_rank(
     return [], ""
 
 
+@contextmanager
+def own_group(ctx: RankContext, **environment: str) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks, made where there are these variables, that a test may leave failed."""
+    group = dist.new_group(list(range(ctx.num_ranks)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield group
+    megatron_ncclep.close(group)
+    dist.destroy_process_group(group)
+
+
+def calls(
+    engine: Engine, case: Case, rank: int, plan: RoutePlan | None = None
+) -> Iterator[list[torch.Tensor]]:
+    """Make a call each time: plan, unless there is one, and then dispatch and combine in turn.
+
+    Yields:
+        after combine received rows and weights, and then returned rows and weights; before it what
+        there is of these.
+    """
+    if plan is None:
+        plan = engine.plan(case.topk_idx(rank))
+        yield []
+    while True:
+        x, w = case.rows(rank, plan.num_tokens, salt=2), case.weights(rank)
+        rows, row_w = engine.dispatch(plan, x, w)
+        assert row_w is not None
+        yield [rows, row_w]
+        out, topk_w = engine.combine(plan, case.rows(rank, plan.num_rows, salt=5), row_w)
+        assert topk_w is not None
+        yield [rows, row_w, out, topk_w]
+
+
 def all_steps_on_rank(
     ctx: RankContext, case: Case, engine_name: str, **options: Any
 ) -> list[torch.Tensor]:
     """Plan, dispatch, combine: received rows and weights, then returned rows and weights."""
     with opened(ctx, case, engine_name, **options) as (case, engine):
-        plan = engine.plan(case.topk_idx(ctx.rank))
-        x = case.rows(ctx.rank, plan.num_tokens, salt=2)
-        rows, row_w = engine.dispatch(plan, x, case.weights(ctx.rank))
-        out, topk_w = engine.combine(plan, case.rows(ctx.rank, plan.num_rows, salt=5), row_w)
-        return [rows, row_w, out, topk_w]
+        _, _, results = islice(calls(engine, case, ctx.rank), 3)
+        return results
 
 
 def assert_steps(case: Case, engine_name: str, results: list[list[torch.Tensor]]) -> None:
-    """Compare what `all_steps_on_rank` gave on each rank with the oracle."""
+    """Compare what all `calls` gave on each rank with the oracle."""
     ranks = range(case.num_ranks)
     oracle = oracle_of(case, engine_name)
     x = [case.rows(r, case.tokens[r], salt=2) for r in ranks]
-    w = [case.weights(r) for r in ranks]
-    for rank, (rows, row_w, _, _) in enumerate(results):
-        assert_dispatched(oracle, x, w, rank, rows, row_w)
+    rows, row_w = oracle_dispatch(oracle, x, [case.weights(r) for r in ranks])
     y = [case.rows(r, len(oracle.slots[r]), salt=5) for r in ranks]
-    out, topk_w = oracle_combine(
-        oracle,
-        y,
-        [result[1] for result in results],
-        *Sums.of(engine_name, case.num_ranks),
-    )
-    for rank, result in enumerate(results):
-        assert_same_bits(result[2], out[rank], f"{case}: output of rank {rank}")
-        assert_same_bits(result[3], topk_w[rank], f"{case}: weights back at rank {rank}")
+    out, topk_w = oracle_combine(oracle, y, row_w, *Sums.of(engine_name, case.num_ranks))
+    names = ("rows", "weights", "output", "weights back")
+    for rank, expected in enumerate(zip(rows, row_w, out, topk_w, strict=True)):
+        for name, mine, right in zip(names, results[rank], expected, strict=True):
+            assert_same_bits(mine, right, f"{case}: {name} of rank {rank}")
 
 
 class Tables:

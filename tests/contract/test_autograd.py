@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from compare import assert_same_bits
+from on_ranks import gathered
 from rank_pool import RankContext, RankPool
-from run_case import Sums, fitted, opened, order_of, run_case
+from run_case import Tables, fitted, opened, run_case
 
 from megatron_ncclep.benchmark.cases import Case
-from megatron_ncclep.benchmark.shapes import tables_of
-from megatron_ncclep.benchmark.table_oracle import table_combine, table_dispatch
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 
@@ -28,15 +25,14 @@ CASES = [
 
 
 def compare_gradients_on_rank(ctx: RankContext, case: Case, engine_name: str) -> None:
-    """Compare analytic and numeric gradients of sum over ranks of loss(combine(experts(dispatch))).
+    """Compare analytic and numeric derivatives of the sum of all ranks' losses.
 
-    One input of one rank is moved at a time, while every call is collective; so all ranks walk
-    through all ranks' inputs together, and the loss is the sum over ranks.
+    Along random directions, each through all inputs of all ranks: a gradient in another one's place
+    changes the derivative.
     """
     with opened(ctx, case, engine_name) as (case, engine):
         plan = engine.plan(case.topk_idx(ctx.rank))
-        x = case.rows(ctx.rank, plan.num_tokens, salt=2).requires_grad_()
-        w = case.weights(ctx.rank).requires_grad_()
+        inputs = [case.rows(ctx.rank, plan.num_tokens, salt=2), case.weights(ctx.rank)]
 
         def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             rows, row_w = dispatch(engine, plan, x, w)
@@ -45,28 +41,20 @@ def compare_gradients_on_rank(ctx: RankContext, case: Case, engine_name: str) ->
             out = combine(engine, plan, experts)
             return (out * torch.cos(out)).sum()
 
+        x, w = (value.clone().requires_grad_() for value in inputs)
         loss(x, w).backward()
-        step = 1e-6
-        for source, name in itertools.product(range(ctx.num_ranks), "xw"):
-            inputs = {"x": x, "w": w}
-            size = torch.tensor([inputs[name].numel()], device=ctx.device)
-            torch.distributed.broadcast(size, source, group=ctx.group)
-            for element in range(int(size)):
-                values = []
-                for sign in (1, -1):
-                    moved = {key: value.detach().clone() for key, value in inputs.items()}
-                    if ctx.rank == source:
-                        moved[name].view(-1)[element] += sign * step
-                    total = loss(**moved).reshape(1)
-                    torch.distributed.all_reduce(total, group=ctx.group)
-                    values.append(total.item())
-                if ctx.rank == source:
-                    numeric = (values[0] - values[1]) / (2 * step)
-                    analytic = inputs[name].grad.view(-1)[element].item()
-                    # Central differences in fp64: error ~ step^2 + 1e-16 * |loss| / step ~ 1e-8.
-                    assert abs(numeric - analytic) < 1e-6 * (1 + abs(analytic)), (
-                        f"d loss / d {name}[{element}]: {analytic}, numerically {numeric}"
-                    )
+        generator, step = torch.Generator().manual_seed(ctx.rank), 1e-6
+        for _ in range(8):
+            way = [torch.rand(t.shape, generator=generator).to(t) - 0.5 for t in inputs]
+            ends = [
+                loss(*(t + sign * step * d for t, d in zip(inputs, way, strict=True)))
+                for sign in (1, -1)
+            ]
+            analytic = sum((t.grad * d).sum() for t, d in zip((x, w), way, strict=True))
+            both = torch.stack([analytic, (ends[0] - ends[1]) / (2 * step)])
+            torch.distributed.all_reduce(both, group=ctx.group)
+            # Central differences in fp64: error ~ step^2 + 1e-16 * |loss| / step ~ 1e-8.
+            assert abs(both[0] - both[1]) < 1e-6 * (1 + abs(both[0])), both.tolist()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -93,26 +81,23 @@ class Oracle:
     """Stands in for an engine: computes with all ranks' tensors, in the order of that engine."""
 
     def __init__(self, ctx: RankContext, case: Case, engine_name: str) -> None:
-        self.ctx, self.case, self.sums = ctx, case, Sums.of(engine_name, case.num_ranks)
         topk_idx = [case.topk_idx(rank) for rank in range(case.num_ranks)]
-        on_node = order_of(engine_name, case.num_ranks)
-        self.tables = tables_of(topk_idx, case.num_experts, case.alignment, on_node)
+        self.ctx, options = ctx, (case.num_experts, case.alignment)
+        self.tables = Tables(engine_name, topk_idx, *options)
 
-    def every(self, mine: torch.Tensor | None) -> list[torch.Tensor] | None:
+    def every(self, mine: torch.Tensor | None) -> Any:
         """The tensor of each rank."""
-        theirs: list[torch.Tensor | None] = [None] * self.case.num_ranks
-        dist.all_gather_object(theirs, None if mine is None else mine.cpu(), self.ctx.group)
-        return None if mine is None else [t.to(mine.device) for t in theirs if t is not None]
+        theirs = gathered(self.ctx, None if mine is None else mine.cpu())
+        return None if mine is None else [t.to(mine.device) for t in theirs]
 
     def plan(self, topk_idx: torch.Tensor) -> Oracle:
         return self
 
     def dispatch(self, plan: Any, x: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        return table_dispatch(self.tables[self.ctx.rank], self.every(x), self.every(w))
+        return self.tables.dispatch(self.ctx.rank, self.every(x), self.every(w))
 
     def combine(self, plan: Any, y: torch.Tensor, w: torch.Tensor | None = None) -> Any:
-        sizes = list(self.case.tokens), self.ctx.rank, self.case.top_k
-        return table_combine(self.tables, *sizes, self.every(y), self.every(w), *self.sums)
+        return self.tables.combine(self.ctx.rank, self.every(y), self.every(w))
 
 
 def step_of_both(

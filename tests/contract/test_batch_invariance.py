@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 import pytest
 import torch
 from compare import assert_same_bits
-from contract_cases import deadline_s
 from rank_pool import RankContext, RankPool
 from run_case import fitted, opened, run_case
 
 from megatron_ncclep.benchmark.cases import Case
-from megatron_ncclep.config import EpConfig
-from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
-from megatron_ncclep.engines.low_latency import create_low_latency
+from megatron_ncclep.engines.low_latency import LowLatency, create_low_latency
 from megatron_ncclep.ops.combine import combine
 from megatron_ncclep.ops.dispatch import dispatch
 
@@ -86,8 +83,7 @@ def steps(engine: Engine, case: Case, rank: int, batch: Tokens) -> list[torch.Te
     plan = engine.plan(batch.topk_idx)
     x, w = batch.x.clone().requires_grad_(), batch.w.clone().requires_grad_()
     rows, row_w = dispatch(engine, plan, x, w)
-    num_local = case.num_experts // case.num_ranks
-    mine = factors(case.num_experts, case)[rank * num_local : (rank + 1) * num_local]
+    mine = factors(case.num_experts, case).chunk(case.num_ranks)[rank]
     factor = mine.repeat_interleave(plan.tokens_per_expert.to(case.device))
     factor = torch.nn.functional.pad(factor, (0, plan.num_rows - len(factor)))
     y = rows * factor[:, None] * row_w.detach()[:, None].to(case.dtype)
@@ -96,18 +92,44 @@ def steps(engine: Engine, case: Case, rank: int, batch: Tokens) -> list[torch.Te
     return [out.detach(), x.grad, w.grad]
 
 
-def watch(ctx: RankContext, case: Case, engine_name: str) -> int:
-    """Compare all batches of this rank, and count those that had the watched tokens."""
+def low_latency_steps(
+    calls: LowLatency, case: Case, rank: int, batch: Tokens, is_packed: bool
+) -> list[torch.Tensor]:
+    """Run a step; return all tokens' outputs."""
+    received = calls.dispatch(batch.x, batch.topk_idx, batch.w)
+    blocks = received.packed_by_expert() if is_packed else received.by_expert()
+    factor = factors(case.num_experts, case).chunk(case.num_ranks)[rank]
+    if is_packed:
+        factor = factor.repeat_interleave(blocks.counts.to(case.device))
+        factor = torch.nn.functional.pad(factor, (0, len(blocks.rows) - len(factor)))
+    factor = factor.view(-1, *[1] * (blocks.rows.dim() - 1))
+    return [calls.combine(blocks.rows * factor, blocks.rows_of)]
+
+
+def watch(ctx: RankContext, case: Case, engine_name: str, low_latency: bool = False) -> int:
+    """Compare all batches of this rank, and count those that had the watched tokens.
+
+    In low-latency mode the experts' blocks are packed or have gaps, in turn.
+    """
     seen: list[list[torch.Tensor]] = []
-    with opened(ctx, case, engine_name) as (case, engine):
-        # In static mode over several nodes the largest batch must come first.
-        steps(engine, case, ctx.rank, tokens(case, ctx.rank, WATCHED + MOST, seed=0))
-        for batch, places in batches(case, ctx.rank, MOST):
-            results = steps(engine, case, ctx.rank, batch)
+    most = 20 if low_latency else MOST
+    with opened(ctx, case, engine_name) as (case, engine), ExitStack() as stack:
+        if low_latency:
+            sizes = {"max_tokens": WATCHED + most, "hidden": case.hidden, "top_k": case.top_k}
+            made = create_low_latency(engine, **sizes, dtype=case.dtype)
+            calls = stack.enter_context(closing(made))
+        else:
+            # In static mode over several nodes the largest batch must come first.
+            steps(engine, case, ctx.rank, tokens(case, ctx.rank, WATCHED + MOST, seed=0))
+        for number, (batch, places) in enumerate(batches(case, ctx.rank, most)):
+            if low_latency:
+                results = low_latency_steps(calls, case, ctx.rank, batch, number % 2 == 1)
+            else:
+                results = steps(engine, case, ctx.rank, batch)
             if places is not None:
-                seen.append([result[places] for result in results])
+                seen.append([result[places].clone() for result in results])
     for number, others in enumerate(seen):
-        for what, mine, first in zip(("out", "x.grad", "w.grad"), others, seen[0], strict=True):
+        for what, mine, first in zip(("out", "x.grad", "w.grad"), others, seen[0], strict=False):
             assert_same_bits(mine, first, f"rank {ctx.rank}, {what}, occurrence {number}")
     assert all(result.any() for result in seen[0])
     return len(seen)
@@ -119,42 +141,12 @@ def test_company_changes_no_bit(pool: RankPool, engine_name: str, case: Case) ->
         assert times > BATCHES // 2
 
 
-def watch_low_latency(ctx: RankContext, engine_name: str, dtype: torch.dtype) -> int:
-    """As `watch`, in low-latency mode, with the experts' blocks packed or with gaps, in turn."""
-    case = Case("", FIVE[: ctx.num_ranks], 4 * ctx.num_ranks, 4, 64, dtype, device=ctx.device)
-    num_local, most = 4, 20
-    config = EpConfig(engine=engine_name, timeout_s=deadline_s(engine_name, ctx.device))
-    seen: list[torch.Tensor] = []
-    with closing(create_engine(ctx.group, case.num_experts, config)) as engine:
-        low_latency = create_low_latency(
-            engine, max_tokens=WATCHED + most, hidden=case.hidden, top_k=case.top_k, dtype=dtype
-        )
-        mine = factors(case.num_experts, case)[ctx.rank * num_local : (ctx.rank + 1) * num_local]
-        for number, (batch, places) in enumerate(batches(case, ctx.rank, most)):
-            received = low_latency.dispatch(batch.x, batch.topk_idx, batch.w)
-            if number % 2:
-                blocks = received.packed_by_expert()
-                factor = mine.repeat_interleave(blocks.counts.to(case.device))
-                factor = torch.nn.functional.pad(factor, (0, len(blocks.rows) - len(factor)))
-                y = blocks.rows * factor[:, None]
-            else:
-                blocks = received.by_expert()
-                y = blocks.rows * mine[:, None, None]
-            out = low_latency.combine(y, blocks.rows_of)
-            if places is not None:
-                seen.append(out[places].clone())
-        low_latency.close()
-    for occurrence, out in enumerate(seen):
-        assert_same_bits(out, seen[0], f"rank {ctx.rank}, occurrence {occurrence}")
-    assert seen[0].any()
-    return len(seen)
-
-
 @pytest.mark.needs_caps(test=lambda caps: caps.low_latency_tokens > 0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_company_changes_no_bit_in_low_latency_mode(
     pool: RankPool, engine_name: str, dtype: torch.dtype
 ) -> None:
     ranks = min(4, pool.size)
-    for times in pool.run(watch_low_latency, engine_name, dtype, ranks=ranks):
+    case = Case("low-latency", FIVE[:ranks], 4 * ranks, 4, 64, dtype)
+    for times in pool.run(watch, case, engine_name, True, ranks=ranks):
         assert times > BATCHES // 2

@@ -1,13 +1,16 @@
-"""Engines and groups that a rank cannot use, and ranks that use them for different calls."""
+"""Engines and groups that a rank cannot use, or uses late or for other calls than other ranks."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankContext
+from run_case import own_group
 from test_errors import NUM_EXPERTS, config, rows, topk, until_checked
 from timeouts import patient
 
@@ -15,6 +18,7 @@ import megatron_ncclep
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
+from megatron_ncclep.engines.low_latency import create_low_latency
 from megatron_ncclep.errors import (
     GroupClosedError,
     InputError,
@@ -116,32 +120,25 @@ def test_an_engine_of_an_evaluation(ctx: RankContext, shares_memory: bool) -> No
     """An evaluation in inference mode after which the limit followed the load made tensors that the
     next training step could not write to, and so did its first exchange between nodes.
     """
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
     options = EpConfig(engine="reference", max_recv_rows=16, on_overflow="raise")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
         with torch.inference_mode():
             engine = create_engine(process_group, NUM_EXPERTS, options)
             EpGroup.of(process_group).hosts.gather(torch.zeros(9999), "a long message", 20.0)
         engine.plan(topk(ctx).repeat(8, 1))
         with pytest.raises(RowsDroppedError):
             EpGroup.of(process_group).check()
-    megatron_ncclep.close(process_group)
-    dist.destroy_process_group(process_group)
 
 
 @pytest.mark.cpu_only
-def test_beside_a_default_device(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_default_device(ctx: RankContext) -> None:
     """A model that is made without memory (`with torch.device("meta")`) is filled later, but its
     engine needs numbers now: it was "Cannot copy out of meta tensor".
     """
-    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(ctx.num_ranks // 2))
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
-    with torch.device("meta"):
-        engine = create_engine(process_group, 2 * NUM_EXPERTS, EpConfig(engine="hierarchical"))
-    assert engine.plan(topk(ctx)).num_tokens == len(topk(ctx))
-    megatron_ncclep.close(process_group)
-    dist.destroy_process_group(process_group)
+    with own_group(ctx, NCCLEP_LOCAL_RANKS=str(ctx.num_ranks // 2)) as process_group:
+        with torch.device("meta"):
+            engine = create_engine(process_group, 2 * NUM_EXPERTS, EpConfig(engine="hierarchical"))
+        assert engine.plan(topk(ctx)).num_tokens == len(topk(ctx))
 
 
 @pytest.mark.cpu_only
@@ -150,9 +147,7 @@ def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memo
     """A rank that has refused a call still comes to close the group: if it does not, that is the
     error, and a group that is made after both begins without either.
     """
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
         for _ in range(2):
             group, deadline_s = EpGroup.of(process_group), patient(20.0)
             group.timeout_s = deadline_s
@@ -165,7 +160,6 @@ def test_an_old_refusal_says_nothing_of_a_new_call(ctx: RankContext, shares_memo
                     group.hosts.agree("close", {}, None, 0.2)
             dist.barrier(ctx.group)
             megatron_ncclep.close(process_group)
-    dist.destroy_process_group(process_group)
 
 
 @pytest.mark.cpu_only
@@ -178,23 +172,68 @@ def test_a_refusal_reaches_ranks_that_want_to_agree(
     Over torch they hear of it when the rank closes its engine, and once were left without a word
     of it, in different calls.
     """
-    process_group = dist.new_group(list(range(ctx.num_ranks)))
-    group, deadline_s, refusal = EpGroup.of(process_group), patient(20.0), ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCLEP_HOST_EXCHANGE", str(int(shares_memory)))
+    deadline_s, refusal = patient(20.0), ""
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
+        group = EpGroup.of(process_group)
         group.hosts.agree("open", {}, None, deadline_s)
-    if ctx.rank == 1:
-        group.hosts.refuse("dispatch: rank 1: x is wrong")
-    else:
-        for _ in range(num_more):
-            group.hosts.enter()
-        with pytest.raises(RefusedError) as caught:
-            group.hosts.agree("dispatch", {}, None, deadline_s)
-        refusal = str(caught.value)
-    call = group.hosts.agree("close", {}, None, deadline_s).call
-    group.hosts.forget_refusal()
-    assert group.hosts.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
-    group.close()
-    dist.destroy_process_group(process_group)
+        if ctx.rank == 1:
+            group.hosts.refuse("dispatch: rank 1: x is wrong")
+        else:
+            for _ in range(num_more):
+                group.hosts.enter()
+            with pytest.raises(RefusedError) as caught:
+                group.hosts.agree("dispatch", {}, None, deadline_s)
+            refusal = str(caught.value)
+        call = group.hosts.agree("close", {}, None, deadline_s).call
+        group.hosts.forget_refusal()
+        assert group.hosts.agree("open", {"num_experts": 8}, None, deadline_s).call == call + 1
     said = "" if ctx.rank == 1 else "dispatch: rank 1: x is wrong"
     assert (refusal, call) == (said, 3 + num_more)
+
+
+# --- the first step -------------------------------------------------------------------------------
+
+# Of an ordinary step, of the first one, and how late a rank is in it.
+TIMEOUT_S, FIRST_S, LATE_S = 0.2, 120.0, 0.5
+TOPK = torch.tensor([[0, 1]])
+
+
+def plan_of(engine: Engine) -> Callable[[], object]:
+    return lambda: engine.plan(TOPK)
+
+
+def low_latency_of(engine: Engine) -> Callable[[], object]:
+    calls = create_low_latency(engine, max_tokens=1, hidden=8, top_k=2)
+    x, w = torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(1, 2)
+
+    def pair() -> None:
+        calls.combine(calls.dispatch(x, TOPK, w).rows)
+
+    return pair
+
+
+@pytest.mark.cpu_only  # hosts wait; for devices see tests/native/test_native_group.py
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "torch"])
+@pytest.mark.parametrize("make", [plan_of, low_latency_of])
+def test_a_rank_may_be_late_in_the_first_step(
+    ctx: RankContext, make: Callable[[Engine], Callable[[], object]], shares_memory: bool
+) -> None:
+    """Because it compiles: with 60 s, the others took it for dead.  Rank 1 is late in those of two
+    engines; after them rank 0 gives up.
+    """
+    config = EpConfig(engine="reference", timeout_s=TIMEOUT_S, first_timeout_s=FIRST_S)
+    with own_group(ctx, NCCLEP_HOST_EXCHANGE=str(int(shares_memory))) as process_group:
+        group = EpGroup.of(process_group)
+        for _ in range(2):
+            call = make(create_engine(process_group, 2 * ctx.num_ranks, config))
+            group.check()  # of a model that has not begun
+            dist.barrier(ctx.group)
+            if ctx.rank == 1:
+                time.sleep(LATE_S)  # longer than rank 0 waits, were this not the first step
+            call()
+            dist.barrier(ctx.group)
+            group.check()
+        if ctx.rank == 0:
+            with pytest.raises(PeerError, match=rf"\(deadline {TIMEOUT_S:g} s\)"):
+                call()
+        dist.barrier(ctx.group)

@@ -5,8 +5,7 @@ With the limit's name, as `EngineBase` does for every engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import test_steps
@@ -44,27 +43,18 @@ class RestrictedEngine(ReferenceEngine):
 ENTRY = EngineEntry(CAPS, RestrictedEngine, lambda group, config, num_experts: None)
 
 
-def with_engine(ctx: RankContext, function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function` on a rank while the registry knows the engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENGINES, "restricted", ENTRY)
-        return function(ctx, *args)
-
-
-class PoolWithEngine:
-    """A pool on whose ranks the registry knows the engine."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self.pool, self.size = pool, pool.size
-
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
-        return self.pool.run(with_engine, function, *args, ranks=ranks)
+def know(ctx: RankContext, is_known: bool) -> None:
+    """Put the engine into a rank's registry, or remove it."""
+    ENGINES.update(restricted=ENTRY) if is_known else ENGINES.pop("restricted", None)
 
 
 @pytest.fixture
-def restricted(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> PoolWithEngine:
+def restricted(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPool]:
+    """A pool on whose ranks the registry knows the engine."""
     monkeypatch.setitem(ENGINES, "restricted", ENTRY)
-    return PoolWithEngine(pool)
+    pool.run(know, True)
+    yield pool
+    pool.run(know, False)
 
 
 # A case that breaks each limit.
@@ -75,5 +65,5 @@ assert len(BROKEN) == 7
 
 
 @pytest.mark.parametrize("limit", BROKEN)
-def test_what_exceeds_a_limit_is_refused(restricted: PoolWithEngine, limit: str) -> None:
+def test_what_exceeds_a_limit_is_refused(restricted: RankPool, limit: str) -> None:
     test_steps.test_all_steps_are_the_oracles(restricted, "restricted", BROKEN[limit])

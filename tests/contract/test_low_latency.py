@@ -1,10 +1,12 @@
 """Low-latency mode: what every rank gets, to the last bit, in rounds whose routings change.
 
-The oracle is made of loops over tokens, and shares nothing with any engine.
+The oracle is that of the other steps, of routings that name each rank of a token once, or its
+experts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import torch
 from compare import assert_same_bits
 from contract_cases import deadline_s
+from oracle import oracle_combine, oracle_dispatch, oracle_plan
 from rank_pool import RankContext, RankPool
 from run_case import Sums
 
+from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine
@@ -43,67 +47,44 @@ class LowLatencyCase:
     num_scales: int = 0
     num_rounds: int = 6
 
-    def num_tokens(self, number: int, rank: int) -> int:
-        """Of all sizes, none and the largest among them."""
-        return ((0, self.max_tokens, 1, self.max_tokens // 2 + 1)[(number + rank) % 4]) % (
-            self.max_tokens + 1
+    def batch(self, number: int) -> Case:
+        """Every third round tokens crowd on few ranks; tokens of all sizes, none and most too."""
+        sizes = (0, self.max_tokens, 1, self.max_tokens // 2 + 1)
+        tokens = tuple(min(sizes[(number + r) % 4], self.max_tokens) for r in range(self.num_ranks))
+        E, skew = self.num_local * self.num_ranks, 2.0 * (number % 3 == 2)
+        top_k = min(self.top_k, E)
+        return Case(
+            "", tokens, E, top_k, self.hidden, self.dtype, skew=skew, dropped=0.2, seed=number
         )
 
     def topk_idx(self, number: int, rank: int) -> torch.Tensor:
-        """Distinct experts; every third round they crowd on few ranks, and some are left out."""
-        generator = self._generator(number, rank, 1)
-        T, E = self.num_tokens(number, rank), self.num_local * self.num_ranks
-        scores = torch.rand(T, E, generator=generator)
-        if number % 3 == 2:
-            scores -= torch.linspace(0, 2, E)
-        assignments = scores.argsort(dim=1, descending=True)[:, : self.top_k]
-        assignments = torch.nn.functional.pad(
-            assignments, (0, self.top_k - assignments.shape[1]), value=-1
-        )
-        gone = torch.rand(T, self.top_k, generator=generator) < 0.2
-        assignments = assignments.masked_fill(gone, -1)
+        assignments = self.batch(number).topk_idx(rank)
+        missing = self.top_k - assignments.shape[1]
+        assignments = torch.nn.functional.pad(assignments, (0, missing), value=-1)
         return assignments.int() if number % 2 else assignments
 
     def x(self, number: int, rank: int) -> torch.Tensor:
-        if self.payload is not None:
-            shape = (self.num_tokens(number, rank), self.hidden)
-            bits = torch.randint(0, 120, shape, generator=self._generator(number, rank, 2))
-            return bits.to(torch.uint8).view(self.payload)
-        return self._numbers(self.num_tokens(number, rank), number, rank, 2)
+        batch = self.batch(number)
+        return batch.rows(rank, batch.tokens[rank], salt=2).to(self.payload or self.dtype)
 
     def weights(self, number: int, rank: int) -> torch.Tensor:
-        shape = (self.num_tokens(number, rank), self.top_k)
-        return torch.rand(shape, generator=self._generator(number, rank, 3))
+        return dataclasses.replace(self.batch(number), top_k=self.top_k).weights(rank)
 
     def scales(self, number: int, rank: int) -> torch.Tensor | None:
         if not self.num_scales:
             return None
-        shape = (self.num_tokens(number, rank), self.num_scales)
-        return torch.rand(shape, generator=self._generator(number, rank, 4))
+        batch = self.batch(number)
+        return batch.rows(rank, batch.tokens[rank], salt=4)[:, : self.num_scales].float()
 
     def y(self, number: int, rank: int, kind: int) -> torch.Tensor:
-        """Rows whose sums round differently in every order."""
-        places = self.num_ranks * self.max_tokens
-        num_rows = places * {BY_EXPERT: self.num_local, PACKED: self.most_rows}.get(kind, 1)
-        return self._numbers(num_rows, number, rank, 5)
+        """Rows of the experts, [num_rows, hidden]."""
+        of_place = {BY_EXPERT: self.num_local, PACKED: min(self.top_k, self.num_local)}
+        num_rows = self.num_ranks * self.max_tokens * of_place.get(kind, 1)
+        return self.batch(number).rows(rank, num_rows, salt=5)
 
     def kind(self, number: int) -> int:
         kind = PACKED if number % 6 == 5 else number % 3
         return ROWS if kind == NOTHING and self.payload is not None else kind
-
-    @property
-    def most_rows(self) -> int:
-        """Rows per place when they are packed."""
-        return min(self.top_k, self.num_local)
-
-    def _numbers(self, num_rows: int, number: int, rank: int, salt: int) -> torch.Tensor:
-        noise = torch.rand(num_rows, self.hidden, generator=self._generator(number, rank, salt))
-        row = torch.arange(num_rows).view(-1, 1)
-        sign = torch.where(row % 3 == 1, -1.0, 1.0)
-        return ((noise + rank + 1) * sign * (1 + row % 7)).to(self.dtype)
-
-    def _generator(self, number: int, rank: int, salt: int) -> torch.Generator:
-        return torch.Generator().manual_seed(10007 * number + 101 * rank + salt)
 
     def __str__(self) -> str:
         return f"{self.name}-{self.num_ranks}ranks"
@@ -155,13 +136,9 @@ def round_on_rank(ll: LowLatency, case: LowLatencyCase, number: int, rank: int) 
         rows = ll.complete_dispatch()
     else:
         rows = ll.dispatch(*arguments)
-    kept = {
-        "rows": rows.rows.view(torch.uint8).cpu().clone().view(rows.rows.dtype),
-        "topk_idx": rows.topk_idx.cpu().clone(),
-        "weights": rows.weights.cpu().clone(),
-        "counts": rows.counts.cpu().clone(),
-        "scales": None if rows.scales is None else rows.scales.cpu().clone(),
-    }
+    kept = {name: value for name, value in vars(rows).items() if isinstance(value, torch.Tensor)}
+    kept["rows"] = rows.rows.view(torch.uint8)
+    kept = {name: value.cpu().clone() for name, value in kept.items()}
     kind = case.kind(number)
     y, rows_of = rows.rows, None
     if kind == ROWS:
@@ -172,7 +149,7 @@ def round_on_rank(ll: LowLatency, case: LowLatencyCase, number: int, rank: int) 
     elif kind in (BY_EXPERT, PACKED):
         blocks = rows.by_expert() if kind == BY_EXPERT else rows.packed_by_expert()
         rows_of = blocks.rows_of
-        kept["blocks"] = blocks.rows.view(torch.uint8).cpu().view(blocks.rows.dtype)
+        kept["blocks"] = blocks.rows.view(torch.uint8).cpu()
         kept["block_counts"] = blocks.counts.cpu()
         y = case.y(number, rank, kind).to(device).view(*blocks.rows.shape)
     if number % 4 == 2:
@@ -197,116 +174,79 @@ def rounds_on_rank(
     return results
 
 
+def once_for_each_rank(topk_idx: torch.Tensor, num_local: int) -> torch.Tensor:
+    """The ranks of each token's experts, each once; -1 where one has come before."""
+    ranks = [[expert // num_local for expert in token] for token in topk_idx.tolist()]
+    firsts = [[r if r not in token[:k] else -1 for k, r in enumerate(token)] for token in ranks]
+    return torch.tensor(firsts, dtype=torch.int64).view(topk_idx.shape)
+
+
 class Oracle:
     """One round of all ranks."""
 
     def __init__(self, case: LowLatencyCase, number: int) -> None:
-        self.case, self.number = case, number
-        ranks = range(case.num_ranks)
-        self.topk = [case.topk_idx(number, rank).tolist() for rank in ranks]
-        self.x = [case.x(number, rank) for rank in ranks]
-        self.weights = [case.weights(number, rank) for rank in ranks]
-        self.scales = [case.scales(number, rank) for rank in ranks]
-        self.y = [case.y(number, rank, case.kind(number)) for rank in ranks]
+        self.case, self.number, self.ranks = case, number, range(case.num_ranks)
+        self.topk = [case.topk_idx(number, rank).long() for rank in self.ranks]
+        once = [once_for_each_rank(topk, case.num_local) for topk in self.topk]
+        # Rows at their places, and rows of experts.
+        self.by_rank = oracle_plan(once, case.num_ranks)
+        self.by_expert = oracle_plan(self.topk, case.num_local * case.num_ranks)
+        self.x = [case.x(number, rank) for rank in self.ranks]
 
-        # Tokens of each source that have an expert on each rank, in order.
-        self.tokens = [
-            [
-                [t for t in range(len(self.topk[s])) if max(self.local(s, t, rank)) >= 0]
-                for rank in ranks
-            ]
-            for s in ranks
-        ]
-        # (source, token) of each row of each local expert of each rank.
-        self.blocks: list[list[list[tuple[int, int]]]] = [
-            [
-                [(s, t) for s in ranks for t in self.tokens[s][rank] if e in self.local(s, t, rank)]
-                for e in range(case.num_local)
-            ]
-            for rank in ranks
-        ]
+    def rows_of_slots(self, rank: int, kind: int) -> list[int]:
+        """Where the rows are that the plan of this kind gives slots on a rank."""
+        most = self.case.max_tokens
+        if kind == PACKED:
+            return list(range(len(self.by_expert.slots[rank])))
+        if kind == BY_EXPERT:
+            lengths, block = self.by_expert.routed[rank], self.case.num_ranks * most
+        else:
+            lengths, block = [len(self.tokens(rank, source)) for source in self.ranks], most
+        return [number * block + i for number, length in enumerate(lengths) for i in range(length)]
 
-    def local(self, source: int, token: int, rank: int) -> list[int]:
-        """The token's experts, as `rank` numbers its own; -1 for others."""
-        first = rank * self.case.num_local
-        return [
-            assignment - first if first <= assignment < first + self.case.num_local else -1
-            for assignment in self.topk[source][token]
-        ]
+    def tokens(self, rank: int, source: int) -> list[int]:
+        """The tokens of a source that have an expert on a rank, in order."""
+        slots = [slot for slot in self.by_rank.slots[rank] if slot]
+        return [slot.token for slot in slots if slot.source == source]
 
     def check_received(self, rank: int, result: dict[str, Any]) -> None:
-        case = self.case
-        for source in range(case.num_ranks):
-            tokens = self.tokens[source][rank]
-            where = f"rank {rank}, round {self.number}, from rank {source}"
-            assert result["counts"][source] == len(tokens), where
-            experts = [self.local(source, token, rank) for token in tokens]
-            experts += [[-1] * case.top_k] * (case.max_tokens - len(tokens))
-            assert result["topk_idx"][source].tolist() == experts, where
-            is_valid = torch.tensor(experts).view(-1, case.top_k)[: len(tokens)] >= 0
-            weights = torch.where(is_valid, self.weights[source][tokens], 0)
-            n = len(tokens)
+        case, x = self.case, [x.view(torch.uint8) for x in self.x]
+        for source in self.ranks:
+            tokens = self.tokens(rank, source)
+            n, where = len(tokens), f"rank {rank}, round {self.number}, from rank {source}"
+            assert result["counts"][source] == n, where
+            local = self.topk[source][tokens] - rank * case.num_local
+            local = torch.where((local >= 0) & (local < case.num_local), local, -1)
+            experts = torch.full((case.max_tokens, case.top_k), -1)
+            experts[:n] = local
+            assert torch.equal(result["topk_idx"][source].long(), experts), where
+            weights = torch.where(local >= 0, case.weights(self.number, source)[tokens], 0)
             assert_same_bits(result["weights"][source, :n], weights, f"weights, {where}")
-            rows = self.x[source].view(torch.uint8)[tokens].view(self.x[source].dtype)
-            assert_rows(result["rows"][source, :n], rows, f"rows, {where}")
-            scales = self.scales[source]
+            assert_same_bits(result["rows"][source, :n], x[source][tokens], f"rows, {where}")
+            scales = case.scales(self.number, source)
             if scales is not None:
                 assert_same_bits(result["scales"][source, :n], scales[tokens], f"scales, {where}")
-        if case.kind(self.number) in (BY_EXPERT, PACKED):
-            self.check_blocks(rank, result)
+        kind = case.kind(self.number)
+        if kind in (BY_EXPERT, PACKED):
+            where = f"rank {rank}, round {self.number}"
+            assert result["block_counts"].tolist() == self.by_expert.routed[rank], where
+            blocks = result["blocks"].flatten(0, -2)[self.rows_of_slots(rank, kind)]
+            slots = [slot for slot in self.by_expert.slots[rank] if slot]
+            for row, slot in zip(blocks, slots, strict=True):
+                assert_same_bits(row, x[slot.source][slot.token], f"{slot}, {where}")
 
-    def check_blocks(self, rank: int, result: dict[str, Any]) -> None:
-        rows = result["blocks"].flatten(0, -2)
-        for expert, pairs in enumerate(self.blocks[rank]):
-            where = f"rank {rank}, round {self.number}, expert {expert}"
-            assert result["block_counts"][expert] == len(pairs), where
-            first = self.first_row(rank, expert)
-            for row, (source, token) in enumerate(pairs):
-                actual = rows[first + row]
-                assert_rows(actual[None], self.x[source][token][None], f"row {row}, {where}")
-
-    def first_row(self, rank: int, expert: int) -> int:
-        """Where an expert's block begins."""
-        if self.case.kind(self.number) == PACKED:
-            return sum(len(pairs) for pairs in self.blocks[rank][:expert])
-        return expert * self.case.num_ranks * self.case.max_tokens
-
-    def part(self, rank: int, source_rank: int, token: int) -> torch.Tensor:
-        """What `rank` adds up for a token, in fp32."""
-        kind, case = self.case.kind(self.number), self.case
+    def out(self, kind: int, ranks_on_node: int | None) -> list[torch.Tensor]:
+        """The sums of each rank."""
+        plan = self.by_expert if kind in (BY_EXPERT, PACKED) else self.by_rank
         if kind == NOTHING:
-            return self.x[source_rank][token].float()
-        if kind == ROWS:
-            place = source_rank * case.max_tokens + self.tokens[source_rank][rank].index(token)
-            return self.y[rank][place].float()
-        total = torch.zeros(case.hidden)
-        for expert, pairs in enumerate(self.blocks[rank]):
-            if (source_rank, token) in pairs:
-                first = self.first_row(rank, expert)
-                total += self.y[rank][first + pairs.index((source_rank, token))].float()
-        return total
-
-    def out(self, source_rank: int, ranks_on_node: int | None) -> torch.Tensor:
-        """The sums; with nodes, sums of their ranks' sums are rounded, too (`oracle_combine`)."""
-        case, most = self.case, ranks_on_node or self.case.num_ranks
-        out = torch.zeros(len(self.topk[source_rank]), case.hidden)
-        of_node = torch.zeros_like(out)
-        for rank in range(case.num_ranks):
-            for token in self.tokens[source_rank][rank]:
-                part = self.part(rank, source_rank, token)
-                is_exact = rank % most == source_rank % most
-                of_node[token] += part if is_exact else part.to(case.dtype).float()
-            if rank % most == most - 1:
-                out += of_node if ranks_on_node is None else of_node.to(case.dtype).float()
-                of_node.zero_()
-        return out.to(case.dtype)
-
-
-def assert_rows(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Same bits; of numbers of one byte, the bytes."""
-    if expected.dtype.itemsize == 1:
-        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
-    assert_same_bits(actual, expected, what)
+            y, _ = oracle_dispatch(plan, self.x, [torch.zeros(t.shape) for t in self.topk])
+        else:
+            y = [
+                self.case.y(self.number, rank, kind)[self.rows_of_slots(rank, kind)]
+                for rank in self.ranks
+            ]
+        values = [torch.zeros(len(rows)) for rows in y]
+        return oracle_combine(plan, y, values, ranks_on_node=ranks_on_node)[0]
 
 
 @HAS_MODE
@@ -320,10 +260,11 @@ def test_rounds_are_the_oracles(
         results = pool.run(rounds_on_rank, engine_name, case, ranks=num_ranks)
         for number in range(case.num_rounds):
             oracle = Oracle(case, number)
+            outs = oracle.out(case.kind(number), on_node)
             for rank, result in enumerate(results):
                 oracle.check_received(rank, result[number])
                 what = f"out of rank {rank} of {num_ranks}, round {number}"
-                assert_same_bits(result[number]["out"], oracle.out(rank, on_node), what)
+                assert_same_bits(result[number]["out"], outs[rank], what)
 
 
 @HAS_MODE
@@ -345,14 +286,7 @@ def test_two_micro_batches_at_a_time(ctx: RankContext, engine_name: str) -> None
     for ll in pair:
         ll.close()
     engine.close()
-    on_node = Sums.of(engine_name, ctx.num_ranks).ranks_on_node or ctx.num_ranks
+    on_node = Sums.of(engine_name, ctx.num_ranks).ranks_on_node
     for number, out in zip((1, 2, 4, 5), outs, strict=True):
-        oracle = Oracle(case, number)
-        # Sums start from +0, also where there is none.
-        expected = torch.zeros(out.shape)
-        for first in range(0, ctx.num_ranks, on_node):
-            tokens = oracle.tokens[ctx.rank][first : first + on_node]
-            num_parts = [sum(t in of_rank for of_rank in tokens) for t in range(len(out))]
-            of_node = oracle.x[ctx.rank].float() * torch.tensor(num_parts).view(-1, 1)
-            expected += of_node.to(case.dtype).float()
-        assert_same_bits(out, expected.to(case.dtype), f"out of rank {ctx.rank}, {number}")
+        expected = Oracle(case, number).out(NOTHING, on_node)[ctx.rank]
+        assert_same_bits(out, expected, f"out of rank {ctx.rank}, {number}")

@@ -18,24 +18,24 @@ from megatron_ncclep.errors import EngineUnavailableError, InputError
 CASE = LowLatencyCase("mistakes", 1, 4, 8, 2)
 
 
-def good(ll: LowLatency, rank: int) -> list[torch.Tensor]:
-    arguments = (CASE.x(3, rank), CASE.topk_idx(3, rank), CASE.weights(3, rank))
+def good(ll: LowLatency, number: int) -> list[torch.Tensor]:
+    arguments = (CASE.x(number, 0), CASE.topk_idx(number, 0), CASE.weights(number, 0))
     return [argument.to(ll.group.device) for argument in arguments]
 
 
 def wrong_dispatch(ll: LowLatency, change: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    ll.dispatch(*change(*good(ll, 2)))
+    ll.dispatch(*change(*good(ll, 5)))
 
 
 def wrong_combine(ll: LowLatency, *shape: int, is_first: bool = False) -> None:
     if not is_first:
-        ll.dispatch(*good(ll, 0))
+        ll.dispatch(*good(ll, 3))
     ll.combine(torch.zeros(shape, dtype=CASE.dtype, device=ll.group.device))
 
 
 def no_expert(ll: LowLatency) -> None:
     """An engine need not wait for the device: then a later call says it."""
-    x, topk_idx, weights = good(ll, 2)
+    x, topk_idx, weights = good(ll, 5)
     topk_idx[0, 0] = 1000
     for _ in range(3):
         rows = ll.dispatch(x, topk_idx, weights)
@@ -71,7 +71,7 @@ def use_again(ll: LowLatency) -> None:
     """A single-rank group remains usable after any mistake."""
     with contextlib.suppress(InputError):  # unless a dispatch waits for its combine
         wrong_combine(ll, 1, CASE.max_tokens, CASE.hidden, is_first=True)
-    x, topk_idx, weights = good(ll, 0)
+    x, topk_idx, weights = good(ll, 3)
     out = ll.combine(ll.dispatch(x, topk_idx, weights).rows)
     assert len(x) > 0
     expected = torch.where((topk_idx >= 0).any(dim=1, keepdim=True), x, 0)

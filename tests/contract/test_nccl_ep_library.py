@@ -40,17 +40,13 @@ def nccl(*version: int) -> Library:
 
 
 def extensions(site: Path) -> NcclEpLibrary:
-    path = install_nccl_extensions(site)
-    return NcclEpLibrary(
-        path, (0, 2, 0), "package nccl-extensions", "nccl-extensions", 2, "13.3"
-    )  # fmt: skip
+    path, name = install_nccl_extensions(site), "nccl-extensions"
+    return NcclEpLibrary(path, (0, 2, 0), f"package {name}", name, 2, "13.3")
 
 
 def transformer_engine(site: Path) -> NcclEpLibrary:
-    path = install_transformer_engine(site)
-    return NcclEpLibrary(
-        path, (0, 2, 0), "package transformer-engine-cu13", "transformer-engine", 3, "13.4"
-    )  # fmt: skip
+    path, name = install_transformer_engine(site), "transformer-engine"
+    return NcclEpLibrary(path, (0, 2, 0), f"package {name}-cu13", name, 3, "13.4")
 
 
 # --- finding one ---------------------------------------------------------------------------------
@@ -180,9 +176,6 @@ def test_sources_and_headers_of_something_else(
         others = {name: folder for name, folder in folders.items() if name != missing}
         text = str(jit_problem(old, others, nccl(2, 30, 7)))
         assert f"set {missing} to the folder" in text
-
-
-# --- its modes -----------------------------------------------------------------------------------
 
 
 def test_modes_that_would_be_ignored(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

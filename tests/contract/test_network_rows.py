@@ -56,13 +56,12 @@ def test_the_docstrings_example() -> None:
     assert bytes(message.tolist()) == struct.pack("<12f", *range(8, 16), 1, 2, 3, 0)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("number", [1, 3, 100])
 @pytest.mark.parametrize("row_bytes", [16, 48, 4176])
 def test_pieces_make_up_the_row(row_bytes: int, number: int) -> None:
     pieces = pieces_of(row_bytes, number)
     assert len(pieces) == min(number, row_bytes // 16)
-    assert [p.first for p in pieces] == [0, *(p.first + p.size for p in pieces)][:-1]
-    assert pieces[-1].first + pieces[-1].size == row_bytes
+    assert [b for p in pieces for b in range(p.first, p.first + p.size)] == list(range(row_bytes))
     assert max(p.size for p in pieces) - min(p.size for p in pieces) in (0, 16)
 
 

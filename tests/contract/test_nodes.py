@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 from unittest import mock
@@ -53,12 +53,6 @@ def grid(ctx: RankContext, local_ranks: Any = 2) -> Iterator[None]:
             yield
         finally:
             EpGroup.of(ctx.group).close()
-
-
-def in_grid(ctx: RankContext, local_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns there."""
-    with grid(ctx, local_ranks):
-        return function(ctx, *args)
 
 
 # --- the grid ------------------------------------------------------------------------------------
@@ -115,9 +109,10 @@ def possible_cases(num_ranks: int) -> list[Case]:
 
 
 def every_case_on_rank(
-    ctx: RankContext, cases: list[Case], chunks: int | None = None
+    ctx: RankContext, local_ranks: int, cases: list[Case], chunks: int | None = None
 ) -> list[list[torch.Tensor]]:
-    return [all_steps_on_rank(ctx, case, ENGINE, network_chunks=chunks) for case in cases]
+    with grid(ctx, local_ranks):
+        return [all_steps_on_rank(ctx, case, ENGINE, network_chunks=chunks) for case in cases]
 
 
 def assert_all_steps(cases: list[Case], results: list[list[list[torch.Tensor]]]) -> None:
@@ -136,7 +131,7 @@ def test_every_step_is_the_oracles(
     monkeypatch.setenv("NCCLEP_LOCAL_RANKS", str(local_ranks))
     cases = possible_cases(4)
     assert ranks_on_node(4) == local_ranks
-    results = pool.run(in_grid, local_ranks, every_case_on_rank, cases, chunks, ranks=4)
+    results = pool.run(every_case_on_rank, local_ranks, cases, chunks, ranks=4)
     assert_all_steps(cases, results)
 
 
@@ -147,11 +142,10 @@ def test_company_changes_no_bit(ctx: RankContext, local_ranks: int) -> None:
 
 
 def test_three_nodes(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, number = "NCCLEP_LOCAL_RANKS", "2"
-    monkeypatch.setenv(name, number)
+    monkeypatch.setenv("NCCLEP_LOCAL_RANKS", "2")
     cases = possible_cases(6)[::4]  # what is new are sums of three terms
-    with closing(PatientPool(6, environment={name: number}, imports=pool.imports)) as more:
-        assert_all_steps(cases, more.run(every_case_on_rank, cases))
+    with closing(PatientPool(6, imports=pool.imports)) as more:
+        assert_all_steps(cases, more.run(every_case_on_rank, 2, cases))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -240,17 +234,9 @@ def test_how_many_chunks_there_are(
     assert found == expected, found
 
 
-@pytest.mark.parametrize(
-    ("engine", "chunks", "text"),
-    [
-        ("reference", (2, 2, 2, 2), "engine 'reference' would ignore network_chunks"),
-        (ENGINE, (2, 2, 3, 2), "network_chunks differs.*rank 1 has 2, rank 2 has 3"),
-    ],
-)
-def test_chunks_that_are_ignored_or_differ_are_refused(
-    ctx: RankContext, engine: str, chunks: tuple[int, ...], text: str
-) -> None:
-    config = EpConfig(engine=engine, network_chunks=chunks[ctx.rank])
+def test_chunks_that_differ_are_refused(ctx: RankContext) -> None:
+    config = EpConfig(engine=ENGINE, network_chunks=3 if ctx.rank == 2 else 2)
+    text = "network_chunks differs.*rank 1 has 2, rank 2 has 3"
     with grid(ctx), pytest.raises(InputError, match=text):
         create_engine(ctx.group, 8, config)
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from contract_cases import rows_limit_of
 from rank_pool import RankContext, RankPool
-from run_case import opened
+from run_case import calls, opened
 from test_nodes import ENGINE, assert_all_steps, grid, possible_cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
-from megatron_ncclep.engines.engine import RoutePlan
+from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.engines.hierarchical import agreement as hierarchical_calls
 from megatron_ncclep.engines.hierarchical import engine as hierarchical
 from megatron_ncclep.engines.hierarchical.internode_routes import HierarchicalPlan
@@ -120,6 +120,14 @@ def inside_that_waits_for_nothing(ctx: RankContext, local_ranks: int = 2) -> Ite
         yield
 
 
+@contextmanager
+def static_engine(ctx: RankContext, **options: Any) -> Iterator[Engine]:
+    """An engine for 8 experts over such a grid, in static mode."""
+    config = EpConfig(engine=ENGINE, **options)
+    with inside_that_waits_for_nothing(ctx), closing(create_engine(ctx.group, 8, config)) as engine:
+        yield engine
+
+
 def static_steps_on_rank(
     ctx: RankContext, local_ranks: int, cases: list[Case]
 ) -> list[list[torch.Tensor]]:
@@ -129,23 +137,15 @@ def static_steps_on_rank(
 
 
 def steps_on_rank(ctx: RankContext, case: Case) -> list[torch.Tensor]:
-    num_rows = rows_limit_of(case)
-    assert num_rows is not None
     # With a number of rows ranks may bring fewer tokens than at first.
     more = 0 if isinstance(case.max_recv_rows, str) else 3
-    first = dataclasses.replace(
-        case, seed=case.seed + 1, tokens=tuple(count + more for count in case.tokens)
-    )
+    tokens = tuple(count + more for count in case.tokens)
+    first = dataclasses.replace(case, seed=case.seed + 1, tokens=tokens)
     results: list[torch.Tensor] = []
     with opened(ctx, case, ENGINE) as (_, engine):
         for batch, quietly in ((first, near()), (case, far(EpGroup.of(ctx.group)))):
-            topk_idx, w = batch.topk_idx(ctx.rank), batch.weights(ctx.rank)
-            x = batch.rows(ctx.rank, len(topk_idx), salt=2)
-            y = batch.rows(ctx.rank, num_rows, salt=5)
             with quietly:
-                plan = engine.plan(topk_idx)
-                rows, row_w = engine.dispatch(plan, x, w)
-                results = [rows, row_w, *engine.combine(plan, y, row_w)]
+                _, _, results = islice(calls(engine, batch, ctx.rank), 3)
     return results
 
 
@@ -171,12 +171,11 @@ def test_hosts_agree_on_whatever_is_new(ctx: RankContext) -> None:
     """
     said = []
     assignments, x, w = torch.tensor([[0, 7]]), torch.ones(1, 16), torch.ones(1, 2)
-    with inside_that_waits_for_nothing(ctx):
-        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="worst"))
+    with static_engine(ctx, max_recv_rows="worst") as engine:
         plan = engine.plan(assignments)
         rows, _ = engine.dispatch(plan, x)
         engine.combine(plan, rows)
-        calls: dict[str, Callable[[], Any]] = {
+        each: dict[str, Callable[[], Any]] = {
             "the same plan": lambda: engine.plan(assignments + 0),
             "more tokens": lambda: engine.plan(assignments.repeat(2, 1)),
             "top-k": lambda: engine.plan(assignments[:, :1]),
@@ -188,12 +187,11 @@ def test_hosts_agree_on_whatever_is_new(ctx: RankContext) -> None:
             "combined dtype": lambda: engine.combine(plan, rows.bfloat16()),
         }
         with far(EpGroup.of(ctx.group)):
-            for name, call in calls.items():
+            for name, call in each.items():
                 try:
                     call()
                 except WaitedError as error:
                     said.append(f"{name}: {error}")
-        engine.close()
     names = ("more tokens", "top-k", "dispatched dtype", "dispatched hidden size")
     names += ("dispatched weights", "combined dtype")
     assert said == [f"{name}: for other hosts" for name in names], said
@@ -202,9 +200,8 @@ def test_hosts_agree_on_whatever_is_new(ctx: RankContext) -> None:
 def test_batches_of_many_sizes_leave_nothing_behind(ctx: RankContext) -> None:
     """Each new number of tokens made another engine inside, and an entry that stayed."""
     batches = [torch.tensor([[0, 7]]).repeat(n, 1) for n in (1, 2, 3, 4)]
-    with inside_that_waits_for_nothing(ctx), pytest.MonkeyPatch.context() as patch:
+    with static_engine(ctx, max_recv_rows="1.5x") as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchical_calls, "MOST_AGREED", 3)
-        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows="1.5x"))
         plans = [engine.plan(topk_idx) for topk_idx in batches]
         assert isinstance(plans[0], HierarchicalPlan)
         assert len({id(plan.inside.made_by) for plan in plans}) == 1  # type: ignore[attr-defined]
@@ -212,7 +209,6 @@ def test_batches_of_many_sizes_leave_nothing_behind(ctx: RankContext) -> None:
             engine.plan(batches[-1])
             with pytest.raises(WaitedError, match="for other hosts"):
                 engine.plan(batches[0])
-        engine.close()
     assert [plan.num_rows for plan in plans] == [3, 6, 9, 12]
 
 
@@ -220,10 +216,8 @@ def test_no_host_is_asked_about_declared_tokens(ctx: RankContext) -> None:
     """Ranks bring any number of tokens up to the most, each another one; who brings more is told so
     without the others.
     """
-    options = EpConfig(engine=ENGINE, max_recv_rows="1.5x", max_tokens_per_rank=6)
     assignments = torch.tensor([[0, 7]])
-    with inside_that_waits_for_nothing(ctx):
-        engine = create_engine(ctx.group, 8, options)
+    with static_engine(ctx, max_recv_rows="1.5x", max_tokens_per_rank=6) as engine:
         plans = [engine.plan(assignments)]
         rows, _ = engine.dispatch(plans[0], torch.ones(1, 16))
         engine.combine(plans[0], rows)
@@ -234,17 +228,14 @@ def test_no_host_is_asked_about_declared_tokens(ctx: RankContext) -> None:
                 engine.combine(plans[-1], rows)
             with pytest.raises(RefusedError, match="topk_idx has 7 tokens, more than max_tokens"):
                 engine.plan(assignments.repeat(7, 1))
-        engine.close()
     assert {plan.num_rows for plan in plans} == {18}
 
 
 def test_all_nodes_are_told_of_dropped_rows_without_waiting(ctx: RankContext) -> None:
     """Of a plan in which no host agreed."""
     topk_idx = torch.tensor([[0, 1], [1, -1]])  # of each of four ranks: 12 assignments for rank 0
-    config = EpConfig(engine=ENGINE, max_recv_rows=4, on_overflow="raise")
-    with inside_that_waits_for_nothing(ctx):
+    with static_engine(ctx, max_recv_rows=4, on_overflow="raise") as engine:
         group = EpGroup.of(ctx.group)
-        engine = create_engine(ctx.group, 8, config)
         engine.plan(torch.full_like(topk_idx, -1))
         group.check()
         with far(group):
@@ -252,7 +243,6 @@ def test_all_nodes_are_told_of_dropped_rows_without_waiting(ctx: RankContext) ->
         text = r"with max_recv_rows=4, rank 0 needed 12 rows and had 4 \("
         with pytest.raises(EpError, match=text):
             group.check()
-        engine.close()
 
 
 @pytest.mark.parametrize("assignments", [[[0, 8]], [[-2, 0]], [[3, 3]], [[6, 6]]], ids=str)
@@ -261,12 +251,10 @@ def test_all_nodes_are_told_of_a_bad_routing(
 ) -> None:
     """It crosses to all nodes, whose engine inside finds it on the device."""
     good = torch.tensor([[0, 7]])
-    with inside_that_waits_for_nothing(ctx):
-        engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
+    with static_engine(ctx, max_recv_rows=64) as engine:
         engine.plan(good)
         with pytest.raises(InputError) as caught:
             engine.plan(torch.tensor(assignments) if ctx.rank == 1 else good)
-        engine.close()
     node, text = ctx.rank // 2, str(caught.value)
     assert f"inside node {node}, whose ranks 0 to 1 are ranks {2 * node} to" in text, text
     assert "plan: rank 1: " in text, text  # by its local index, which its rail has
@@ -281,8 +269,7 @@ def test_a_rank_refuses_alone(ctx: RankContext) -> None:
         lambda engine, plan: engine.dispatch(plan, torch.ones(2, 16)),
         lambda engine, plan: engine.dispatch(RoutePlan(1, 1, 2, engine, 64, assignments), x),
     ):
-        with inside_that_waits_for_nothing(ctx):
-            engine = create_engine(ctx.group, 8, EpConfig(engine=ENGINE, max_recv_rows=64))
+        with static_engine(ctx, max_recv_rows=64) as engine:
             plan = engine.plan(assignments)
             engine.dispatch(plan, x)
             with far(EpGroup.of(ctx.group)):
@@ -291,7 +278,6 @@ def test_a_rank_refuses_alone(ctx: RankContext) -> None:
                     with pytest.raises(RefusedError) as caught:
                         call()
                     said.append(str(caught.value))
-            engine.close()
     assert [said[0], said[2], said[4]] == [said[1], said[3], said[5]]
     assert f"plan: rank {ctx.rank}: topk_idx is torch.int16" in said[0]
     assert f"dispatch: rank {ctx.rank}: x has shape [2, 16]" in said[2]

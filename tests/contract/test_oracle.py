@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from compare import assert_dispatched, assert_same_bits
+from compare import assert_same_bits
 from oracle import Slot, oracle_combine, oracle_dispatch, oracle_plan
 
 from megatron_ncclep.benchmark.cases import Case
@@ -26,22 +27,22 @@ def test_alignment_pads_each_block() -> None:
     assert [row for row, slot in enumerate(plan.slots[0]) if slot] == [0, 1, 16]
 
 
-def test_overflow_drops_the_last_source_and_token_first() -> None:
-    # Expert 0 gets (0, t0) (0, t1) (1, t0); expert 1 gets (0, t1) (1, t0).  Three rows fit.
-    topk = [torch.tensor([[0, -1], [0, 1]]), torch.tensor([[1, 0]])]
-    plan = oracle_plan(topk, num_experts=2, max_recv_rows=3)
-    assert plan.num_dropped == [0, 0]  # each rank holds one expert, with at most three rows
-    plan = oracle_plan([topk[0]], num_experts=2, max_recv_rows=2)
+def test_overflow_drops_the_last_tokens_first() -> None:
+    """Expert 0 gets tokens 0 and 1, expert 1 would get token 1."""
+    topk = [torch.tensor([[0, -1], [0, 1]])]
+    plan = oracle_plan(topk, num_experts=2, max_recv_rows=2)
     assert plan.slots == [[Slot(0, 0, 0, 0), Slot(0, 1, 0, 0)]]
     assert plan.num_dropped == [1]
+    # On two ranks each has one expert, with at most three rows.
+    plan = oracle_plan([*topk, torch.tensor([[1, 0]])], num_experts=2, max_recv_rows=3)
+    assert plan.num_dropped == [0, 0]
 
 
 def test_overflow_counts_whole_blocks_of_the_alignment() -> None:
-    # Expert 0 opens an alignment block of 16, expert 1 would open a second one; 16 rows fit only
-    # one.
+    """Expert 0 opens a block of 16; 16 rows fit only one, and nothing fits after what did not."""
     plan = oracle_plan([torch.tensor([[0, 1], [0, -1]])], 2, alignment=16, max_recv_rows=16)
     assert plan.slots[0][:2] == [Slot(0, 0, 0, 0), None]
-    assert plan.num_dropped == [2]  # the assignment that did not fit and everything after it
+    assert plan.num_dropped == [2]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,10 @@ class Result:
         found = (self.where(source=source, token=token) for source, token in tokens)
         return next(rows for rows in found if len(rows) == 2)
 
+    def received(self) -> list[Any]:
+        """Rows and weights."""
+        return [self.rows.tolist(), self.row_w.tolist()]
+
     def combined(self) -> list[torch.Tensor]:
         """What comes back to rank 0 from experts that differ: sums, and weights."""
         slots = self.plan.slots[0]
@@ -136,21 +141,14 @@ MUTATIONS: dict[str, Callable[[Result], object]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_dispatch_rejects(name: str) -> None:
-    result = Result()
-    assert_dispatched(result.plan, result.x, result.w, 0, result.rows, result.row_w)
+def test_mistakes_are_seen(name: str) -> None:
+    """In what dispatch delivers, and in sums of experts that differ."""
+    expected, result = Result(), Result()
+    assert result.received() == expected.received()
     MUTATIONS[name](result)
-    with pytest.raises(AssertionError, match=r"rank 0(, row \d+ \(| has \d+ rows)"):
-        assert_dispatched(result.plan, result.x, result.w, 0, result.rows, result.row_w)
-
-
-@pytest.mark.parametrize("name", SEEN_IN_BOTH)
-def test_combine_rejects(name: str) -> None:
-    """Experts that differ turn a wrong row into a wrong sum."""
-    result = Result()
-    expected = result.combined()
-    SEEN_IN_BOTH[name](result)
-    assert not all(map(torch.equal, result.combined(), expected))
+    assert result.received() != expected.received()
+    if name in SEEN_IN_BOTH:
+        assert not all(map(torch.equal, result.combined(), expected.combined()))
 
 
 @pytest.mark.parametrize(

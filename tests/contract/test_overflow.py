@@ -46,14 +46,6 @@ def test_the_source_rank_keeps_what_has_a_slot(case: Case) -> None:
         assert torch.equal(kept, expected), f"rank {rank}"
 
 
-def test_worked_example() -> None:
-    """That of the module's docstring; an assignment that opens no block fits after a full one."""
-    first, second = torch.tensor([[0], [0], [0]]), torch.tensor([[0], [1]])
-    counts = torch.tensor([[3, 0, 0, 0], [1, 1, 0, 0]])  # rank 0 has experts 0 and 1
-    assert drop_what_does_not_fit(first, counts, 0, 2, 4).tolist() == [[0], [0], [0]]
-    assert drop_what_does_not_fit(second, counts, 1, 2, 4).tolist() == [[0], [-1]]
-
-
 @settings(SAME_EXAMPLES, max_examples=200)
 @given(
     num_ranks=st.integers(1, 4),

@@ -1,4 +1,7 @@
-"""RankPool: one process imports, its forks are the ranks, and nothing is left of them."""
+"""RankPool: one process imports, its forks are the ranks, and nothing is left of them.
+
+And LocalRanks, which are processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from rank_pool import RankContext, RankError, RankPool
 from timeouts import patient
 
 from megatron_ncclep.ranks.group import EpGroup
+from megatron_ncclep.ranks.launch import LocalRanks
 
 PREPARED: list[int] = []
 # Far longer than any wait that is meant to end.
@@ -29,11 +33,6 @@ def prepare() -> None:
 
 def whereabouts(ctx: RankContext) -> tuple[int, int, list[int]]:
     return os.getpid(), os.getppid(), PREPARED
-
-
-def end(ctx: RankContext) -> None:
-    if ctx.rank == 1:
-        os._exit(3)
 
 
 def hang(ctx: RankContext) -> None:
@@ -103,7 +102,6 @@ def test_what_keeps_ranks_from_starting_is_told() -> None:
 @pytest.mark.parametrize(
     ("mistake", "timeout", "told"),
     [
-        (end, LONG_S, "rank 1 died"),
         (hang, 2, "rank 1 did not answer within 2 s"),
         # It raises while the others wait in a collective, for minutes: that is not a hang.
         (fail, LONG_S, r"rank 0 did not answer within 1\.5 s after rank 1 had failed"
@@ -121,8 +119,8 @@ def test_a_rank_that_goes_wrong_is_told_and_costs_all_processes(
     with pytest.raises(RankError, match=told) as caught:
         pool.run(mistake, timeout=timeout)
     assert "--- rank 0 ---" not in str(caught.value)
-    if mistake is not fail:
-        assert ('test_pool.py", line' in capfd.readouterr().err) == (mistake is hang)
+    if mistake is hang:
+        assert 'test_pool.py", line' in capfd.readouterr().err
     after = pool.run(whereabouts)
     assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
     assert {parent for _, parent, _ in before} == {parent for _, parent, _ in after}
@@ -141,3 +139,33 @@ def test_a_group_that_gave_up_or_a_job_that_was_interrupted_is_not_used_again(
         with pytest.raises(KeyboardInterrupt):
             pool.run(whereabouts)
     assert pool.run(meet) == [bytes([0, 1])] * 2
+
+
+# --- ranks of `ncclep bench` and `ncclep doctor` --------------------------------------------------
+
+
+def tell_and_fail(ctx: RankContext, send: Callable[[Any], None]) -> None:
+    """Send who this is; then rank 0 hangs, rank 1 raises and rank 2 dies."""
+    total = [None] * ctx.num_ranks
+    dist.all_gather_object(total, os.getpid(), group=ctx.group)
+    send((ctx.rank, ctx.device, total))
+    if ctx.rank == 0:
+        time.sleep(2 * LONG_S)
+    if ctx.rank == 1:
+        raise ZeroDivisionError("a bug")
+    os._exit(3)
+
+
+def test_ranks_answer_until_one_fails_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    grace_s = patient(5.0)
+    monkeypatch.setattr("megatron_ncclep.ranks.launch.GRACE_S", grace_s)
+    told = (
+        rf"rank 2 died\nrank 0 did not answer within {grace_s:g} s after rank [12] had failed\n"
+        r"--- rank 1 ---\n(?s:.*)ZeroDivisionError: a bug"
+    )
+    with LocalRanks(3, "gloo", tell_and_fail) as ranks:
+        received = ranks.receive(LONG_S)
+        assert [each[:2] for each in received] == [(0, "cpu"), (1, "cpu"), (2, "cpu")]
+        with pytest.raises(RankError, match=told):
+            ranks.receive(LONG_S)
+    assert not [pid for pid in received[0][2] if psutil.pid_exists(pid)]

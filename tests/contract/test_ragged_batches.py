@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from itertools import islice
 
 import pytest
 import torch
 from contract_cases import OF_A_REFUSAL, local_ranks
 from oracle import oracle_rows_limit
 from rank_pool import RankContext, RankPool
-from run_case import all_steps_on_rank, assert_steps, error_on_rank, fitted, opened, run_case
+from run_case import (
+    all_steps_on_rank,
+    assert_steps,
+    calls,
+    error_on_rank,
+    fitted,
+    opened,
+    run_case,
+)
 
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.engines import create_engine
@@ -34,21 +43,12 @@ def batches_of(case: Case) -> list[Case]:
 
 
 def in_turn_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[torch.Tensor]]:
-    """The result of all steps with each batch, two plans alive at a time."""
-    results, plans = [], []
+    """The results of all calls with each batch; all plans are alive."""
     with opened(ctx, case, engine_name, max_tokens_per_rank=MOST) as (_, engine):
-        batches = [batch.on(ctx.device) for batch in batches_of(case)]
-        for batch in batches:
-            plans.append(engine.plan(batch.topk_idx(ctx.rank)))
-        for batch, plan in zip(batches, plans, strict=True):
-            x = batch.rows(ctx.rank, plan.num_tokens, salt=2)
-            rows, row_w = engine.dispatch(plan, x, batch.weights(ctx.rank))
-            y = batch.rows(ctx.rank, plan.num_rows, salt=5)
-            out, topk_w = engine.combine(plan, y, row_w)
-            assert row_w is not None
-            assert topk_w is not None
-            results.append([rows, row_w, out, topk_w])
-    return results
+        turns = [calls(engine, batch.on(ctx.device), ctx.rank) for batch in batches_of(case)]
+        for turn in turns:
+            next(turn)
+        return [list(islice(turn, 2))[-1] for turn in turns]
 
 
 @pytest.mark.parametrize("rows", ["worst", "1.25x", 32], ids=str)

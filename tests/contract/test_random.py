@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from compare import assert_same_bits
@@ -25,7 +25,6 @@ from rank_pool import RankContext, RankPool
 from run_case import Tables
 
 from megatron_ncclep.benchmark.contents import rows_of, weights_of
-from megatron_ncclep.config import EpConfig
 from megatron_ncclep.engines import create_engine
 from megatron_ncclep.engines.engine import Engine, EngineCaps, RoutePlan
 
@@ -96,20 +95,19 @@ class Step:
     """A new batch for one of the engines, and calls with live plans.
 
     Attributes:
-        member: number of the engine.
+        member: the engine.
         routing: how tokens choose experts, one of ROUTINGS.
         tokens: of each rank.
-        num_experts, top_k: of the batch.
+        top_k: of the batch.
         chosen: the expert, or an expert of the rank, that `routing` prefers.
         seed: of the routing.
         index_dtype: of topk_idx.
         calls: what follows the plan.
     """
 
-    member: int
+    member: Member
     routing: str
     tokens: tuple[int, ...]
-    num_experts: int
     top_k: int
     chosen: int
     seed: int
@@ -119,8 +117,8 @@ class Step:
     def topk_idx(self, rank: int, device: str) -> torch.Tensor:
         """[tokens[rank], top_k]: distinct experts of each token, or -1."""
         generator = torch.Generator(device).manual_seed(self.seed + rank)
-        shape, E, R = (self.tokens[rank], self.num_experts), self.num_experts, len(self.tokens)
-        uniform = torch.rand(shape, generator=generator, device=device)
+        T, E, R = self.tokens[rank], self.member.num_experts, len(self.tokens)
+        uniform = torch.rand(T, E, generator=generator, device=device)
         # Gumbel noise: the largest sums of it and logarithms of odds are a draw by these odds.
         score = -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
         if self.routing == "Zipf":
@@ -129,7 +127,7 @@ class Step:
         elif self.routing == "one expert":
             score[:, self.chosen] = torch.inf
         elif self.routing == "one rank":
-            score.view(len(score), R, E // R)[:, self.chosen // (E // R)] += 1e3
+            score.view(T, R, E // R)[:, self.chosen // (E // R)] += 1e3
         topk_idx = score.argsort(dim=1, descending=True)[:, : self.top_k]
         if self.routing == "few assignments":
             dropped = torch.rand(topk_idx.shape, generator=generator, device=device) < 0.7
@@ -161,16 +159,11 @@ def members(draw: st.DrawFn, caps: EngineCaps, sizes: Sizes, ranks: int, static:
 
 @st.composite
 def steps(
-    draw: st.DrawFn,
-    caps: EngineCaps,
-    sizes: Sizes,
-    number: int,
-    ranks: int,
-    engines: Sequence[Member],
+    draw: st.DrawFn, caps: EngineCaps, sizes: Sizes, number: int, ranks: int, of: Sequence[Member]
 ) -> Step:
     """Step `number` of a round."""
-    index = draw(st.integers(0, len(engines) - 1))
-    num_experts = engines[index].num_experts
+    member = draw(st.sampled_from(of))
+    num_experts = member.num_experts
     most = min(sizes.tokens, caps.max_tokens or sizes.tokens)
     # Often few, or at the edge of what kernels take at a time.
     few = st.sampled_from([n for n in (0, 1, 127, 128, 129) if n <= most])
@@ -192,10 +185,9 @@ def steps(
         salt=st.integers(0, 2**31 - 1),
     )
     return Step(
-        index,
+        member,
         ROUTINGS[number % len(ROUTINGS)],
         tuple(tokens),
-        num_experts,
         top_k=draw(st.integers(1, min(MAX_TOP_K, num_experts, caps.max_top_k or MAX_TOP_K))),
         chosen=draw(st.integers(0, num_experts - 1)),
         seed=draw(st.integers(0, 2**30)),
@@ -269,26 +261,21 @@ def round_on_rank(
     difference, num_dropped = "", 0
     alive: list[Batch] = []
     with ExitStack() as stack:
-        engines = []
+        engines = {}
         for member in drawn.members:
-            config = EpConfig(
-                engine=engine_name,
-                alignment=member.alignment,
-                max_recv_rows=member.max_recv_rows,
-                timeout_s=deadline_s(engine_name, ctx.device),
-            )
-            engine = create_engine(ctx.group, member.num_experts, config)
-            engines.append(stack.enter_context(closing(engine)))
+            options = {"alignment": member.alignment, "max_recv_rows": member.max_recv_rows}
+            options |= {"engine": engine_name, "timeout_s": deadline_s(engine_name, ctx.device)}
+            engine = create_engine(ctx.group, member.num_experts, options)
+            engines[member] = stack.enter_context(closing(engine))
             if member.max_recv_rows is not None and caps_of(engine_name).captures_static:
                 # The largest first: no rank waits for another's host when a later one is larger.
                 engine.plan(torch.full((sizes.tokens, 1), -1, device=ctx.device))
         for number, step in enumerate(drawn.steps):
-            member, engine = drawn.members[step.member], engines[step.member]
+            engine = engines[step.member]
             topk_idx = [step.topk_idx(rank, ctx.device) for rank in range(ctx.num_ranks)]
             plan = engine.plan(topk_idx[ctx.rank])
-            limits = (member.num_experts, member.alignment, member.max_recv_rows)
-            tables = Tables(engine_name, topk_idx, *limits)
-            name = f"step {number} ({step.routing}, {member}, tokens {step.tokens})"
+            tables = Tables(engine_name, topk_idx, *astuple(step.member))
+            name = f"step {number} ({step.routing}, {step.member}, tokens {step.tokens})"
             alive.insert(0, Batch(name, engine, plan, step, tables))
             del alive[MAX_PLANS_ALIVE:]
             comparisons = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankContext, RankPool
-from run_case import assert_steps, fitted, opened, run_case
+from run_case import assert_steps, calls, fitted, opened, own_group, run_case
 
 import megatron_ncclep
 from megatron_ncclep.benchmark.cases import Case
@@ -27,22 +27,15 @@ def phases_on_rank(ctx: RankContext, case: Case, engine_name: str) -> list[list[
     """The results of two engines in turn, one of them with other experts."""
     results = []
     other = dataclasses.replace(case, num_experts=2 * case.num_experts)
-    with opened(ctx, case, engine_name) as (case, engine), opened(ctx, other, engine_name) as both:
+    with opened(ctx, case, engine_name) as one, opened(ctx, other, engine_name) as another:
         for phase in range(PHASES):
-            mine, of = (case, engine) if phase % 2 else both
-            batch = dataclasses.replace(mine, seed=phase)
-            plan = of.plan(batch.topk_idx(ctx.rank))
-            if phase % 3 == 0:
-                megatron_ncclep.release_memory(ctx.group)
-            x = batch.rows(ctx.rank, plan.num_tokens, salt=2)
-            rows, row_w = of.dispatch(plan, x, batch.weights(ctx.rank))
-            if phase % 3 == 1:
-                megatron_ncclep.release_memory(ctx.group)
-            out, topk_w = of.combine(plan, batch.rows(ctx.rank, plan.num_rows, salt=5), row_w)
-            megatron_ncclep.release_memory(ctx.group)
-            assert row_w is not None
-            assert topk_w is not None
-            results.append([rows, row_w, out, topk_w])
+            batch, engine = one if phase % 2 else another
+            turn = calls(engine, dataclasses.replace(batch, seed=phase), ctx.rank)
+            for number in range(3):
+                found = next(turn)
+                if number in (phase % 3, 2):
+                    megatron_ncclep.release_memory(ctx.group)
+            results.append(found)
     return results
 
 
@@ -92,17 +85,15 @@ def test_the_first_step_still_lies_ahead(ctx: RankContext, engine_name: str) -> 
     """Who gave memory back twice before the first pass, for a generator that comes first, lost the
     longer deadline of the step in which ranks compile.
     """
-    group = dist.new_group(list(range(ctx.num_ranks)))
     options = {"engine": engine_name, "timeout_s": 20.0, "first_timeout_s": 40.0}
-    engine = create_engine(group, 4 * ctx.num_ranks, options)
-    for _ in range(2):
+    with own_group(ctx) as group:
+        engine = create_engine(group, 4 * ctx.num_ranks, options)
+        for _ in range(2):
+            megatron_ncclep.release_memory(group)
+        assert EpGroup.of(group).deadline_s(engine.config) == 40.0
+        engine.plan(torch.tensor([[0, 7]], device=ctx.device))
         megatron_ncclep.release_memory(group)
-    assert EpGroup.of(group).deadline_s(engine.config) == 40.0
-    engine.plan(torch.tensor([[0, 7]], device=ctx.device))
-    megatron_ncclep.release_memory(group)
-    assert EpGroup.of(group).deadline_s(engine.config) == 20.0
-    megatron_ncclep.close(group)
-    dist.destroy_process_group(group)
+        assert EpGroup.of(group).deadline_s(engine.config) == 20.0
 
 
 def test_what_is_no_group(ctx: RankContext) -> None:

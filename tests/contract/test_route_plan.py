@@ -17,42 +17,33 @@ F, T = False, True
 PROBABILITIES = st.sampled_from([0.0, -0.0, 1.0, 0.25, float("nan"), float("inf"), -1e30, 1e-40])
 
 
-def topk_of(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
-    return routes_and_weights(routing_map, routing_map.float(), top_k)[0].topk_idx
-
-
-def test_the_docstrings_example_and_its_gradient() -> None:
-    routing_map = torch.tensor([[F, T, F, T], [F, F, T, F]])
-    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], requires_grad=True)
-    routes, weights = routes_and_weights(routing_map, probs, 2)
-    assert not weights.requires_grad
-    assert routes.topk_idx.tolist() == [[1, 3], [2, -1]]
-    assert weights.tolist() == torch.tensor([[0.2, 0.4], [0.7, 0.0]]).tolist()
-    grad_probs = routes.probs_gradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert grad_probs.tolist() == [[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 3.0, 0.0]]
-
-
 def test_experts_numbered_backwards_in_blocks() -> None:
     """Of 2 ranks with 3 experts each, the map's columns are experts 2, 1, 0 and 5, 4, 3."""
     routing_map = torch.tensor([[T, F, F, F, T, F], [F, T, F, F, F, T]])
-    probs = torch.arange(12.0).view(2, 6)
+    probs = torch.arange(12.0, requires_grad=True).view(2, 6)
     routes, weights = routes_and_weights(routing_map, probs, 2, 3)
+    assert not weights.requires_grad
     assert routes.topk_idx.tolist() == [[2, 4], [1, 3]]
     assert weights.tolist() == [[0.0, 4.0], [7.0, 11.0]]
     grad_probs = routes.probs_gradient(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert grad_probs.tolist() == [[1, 0, 0, 0, 2, 0], [0, 3, 0, 0, 0, 4]]
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3, 4), torch.zeros(4, dtype=torch.bool)])
-def test_a_wrong_map_is_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(InputError, match="must be bool"):
-        topk_of(wrong, 2)
+NOTHING_ROUTED = torch.zeros(3, 4, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(4, 3), torch.zeros(3, 4, device="meta")])
-def test_probabilities_unlike_the_map_are_refused(wrong: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"match routing_map, \[3, 4\] on cpu"):
-        routes_and_weights(torch.zeros(3, 4, dtype=torch.bool), wrong, 2)
+@pytest.mark.parametrize(
+    ("routing_map", "probs", "words"),
+    [
+        (torch.zeros(3, 4), torch.zeros(3, 4), "must be bool"),
+        (NOTHING_ROUTED[0], torch.zeros(4), "must be bool"),
+        (NOTHING_ROUTED, torch.zeros(4, 3), r"match routing_map, \[3, 4\] on cpu"),
+        (NOTHING_ROUTED, torch.zeros(3, 4, device="meta"), r"match routing_map, \[3, 4\] on cpu"),
+    ],
+)
+def test_what_is_refused(routing_map: torch.Tensor, probs: torch.Tensor, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        routes_and_weights(routing_map, probs, 2)
 
 
 @st.composite

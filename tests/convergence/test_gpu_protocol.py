@@ -18,10 +18,10 @@ NOISE = (0.0004, -0.0003, 0.0002)
 MARGIN = gpu_protocol.REPEATABILITY * float(np.std(CONTROLS, ddof=1))
 
 
-def good(controls: Any = CONTROLS, effects: Any = NOISE) -> gpu_protocol.Trained:
+def good() -> gpu_protocol.Trained:
     """Trainings in which everything is as it should be."""
     trained = {}
-    for seed, control, effect in zip(SEEDS, controls, effects, strict=True):
+    for seed, control, effect in zip(SEEDS, CONTROLS, NOISE, strict=True):
         of_arms = {CONTROL: 0.0, REFERENCE: effect, SWAPPED: 0.05, ZEROED: 0.0}
         for arm, apart in of_arms.items():
             problem = "its first step differs" if arm is ZEROED else ""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from fixtures import closed
-from imports import import_megatron_on_cpu
-from rank_pool import Imports, RankPool
+from fork_server import ForkServer
+from rank_pool import RankPool
 from timeouts import PatientPool
 
 sys.path.append(str(Path(__file__).parents[1] / "contract"))  # test_nodes_static.py
@@ -19,17 +19,17 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1"}
 
 
 # A process of its own, which forks all ranks: Megatron on a CPU needs patches that last.
-megatron = closed(lambda: Imports(environment=ENVIRONMENT, prepare=import_megatron_on_cpu))
+megatron = closed(lambda: ForkServer("imports:import_megatron_on_cpu", **ENVIRONMENT))
 
 
 @pytest.fixture(scope="session")
-def megatron_pool(megatron: Imports) -> Iterator[RankPool]:
+def megatron_pool(megatron: ForkServer) -> Iterator[RankPool]:
     with closing(PatientPool(4, imports=megatron)) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def lone_rank(megatron: Imports) -> Iterator[RankPool]:
+def lone_rank(megatron: ForkServer) -> Iterator[RankPool]:
     """One process, which is a job."""
     with closing(PatientPool(1, imports=megatron)) as pool:
         yield pool

@@ -18,8 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import ForkServer
 from megatron_setup import build_layer, initialize, make_config, new_layer
-from rank_pool import Imports, RankContext, RankPool
+from rank_pool import RankContext, RankPool
 from rebuilding_case import growth, held, mapped
 from timeouts import PatientPool, patient
 
@@ -59,7 +60,7 @@ def build(engine: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def megatron_pool(megatron: Imports) -> Iterator[RankPool]:
+def megatron_pool(megatron: ForkServer) -> Iterator[RankPool]:
     """Two processes in which nothing else runs."""
     with closing(PatientPool(RANKS, imports=megatron)) as pool:
         yield pool
