@@ -202,14 +202,9 @@ def wrong_puts_are_errors(plugin: str) -> None:
     ends see an error.  A link that is wrong leaves the one before.
     """
     me = RmaRank(plugin, 200_000, {"RMA_LOOP_RECEIVES": "4"})  # longer than one slot
-    for variable, wrong in (
-        ("RECEIVES", "0"),
-        ("RECEIVES", "3"),
-        ("RECEIVES", "1.5"),
-        ("GBPS", "x"),
-    ):
+    for wrong in ("RECEIVES=0", "RECEIVES=3", "RECEIVES=1.5", "GBPS=x"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(f"RMA_LOOP_{variable}", wrong)
+            patch.setenv(*f"RMA_LOOP_{wrong}".split("="))
             assert ctypes.CDLL(plugin).rma_loop_read_environment() == INVALID_USAGE
     properties = (ctypes.c_int * 64)()
     me.call("properties", 0, properties)
