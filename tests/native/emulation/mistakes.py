@@ -21,9 +21,6 @@ class Mistake(Change):
 # fmt: off
 MISTAKES = {
     # Who waits for what.
-    "a count is not reset": Mistake(
-        "native/rows/pairs.cuh", "counts[group[i]] = 0;", "",
-        "rows", 2, "."),
     "the work counter is not reset": Mistake(
         "native/device/wait.cuh",
         "ctx.state->arrived = ctx.state->leaving = «ctx.state->next = 0»;", "0",
@@ -36,9 +33,6 @@ MISTAKES = {
         "== 0) {\n        «compare_entries(ctx, rails, Phase::kDispatch, entry, epoch);»",
         "",
         "dispatches", 4, "dispatch: "),
-    "entries of two calls lie in one place": Mistake(
-        "native/device/wait.cuh", "number % 2 * ctx.control.num_ranks + rank", "rank",
-        "dispatches", 2, "."),
     "more phases are taken for seen than are": Mistake(
         "native/rows/progress.cuh", "kWarpSize : «__ffs(absent) - 1»;", "__ffs(absent)",
         "rows", 2, "dispatch: "),
@@ -106,12 +100,6 @@ MISTAKES = {
     "a word of a new window is taken for number 2^31": Mistake(
         "native/device/wait.cuh",
         "return «kIsWritten | number << 32 | value»;", "number << 32 | value", "ll", 2, "ll "),
-    "all bits of a number are compared with a word's": Mistake(
-        "native/device/wait.cuh", "== «numbered(number, 0) >> 32»;", "(number | UINT64_C(1) << 31)",
-        "ll", 1, "a wait was in vain"),
-    "a word of 0 is taken for a failure": Mistake(
-        "native/device/wait.cuh",
-        "return «arrived» ? static", "arrived && (found & 0xffffffffu) != 0", "ll", 2, "ll "),
     "a flag has 32 bits": Mistake(
         "native/rows/progress.cuh", "«load_relaxed(flag(source, unit))» >= epoch",
         "static_cast<std::uint32_t>(load_relaxed(flag(source, unit)))",
@@ -119,9 +107,6 @@ MISTAKES = {
     "all bits of an entry's number are compared": Mistake(
         "native/device/wait.cuh", "entry >> 48 == «(number & 0xffffu)»", "number",
         "dispatches", 1, "a wait was in vain"),
-    "nobody has entered a new window, which looks like number 2^16": Mistake(
-        "native/device/wait.cuh", "return «entry != 0» && entry >> 48", "true",
-        "rows", 2, ".", 37),
     "all bits of a plan's number are in a call": Mistake(
         "native/host/call_signature.cpp", "|= «(value & mask(width))» << place_", "value",
         "rows", 1, "a wait was in vain"),
@@ -149,9 +134,6 @@ MISTAKES = {
     "a refusal ends the operation before": Mistake(
         "native/device/wait.cuh", "if («static_cast<std::int64_t>(now - then) < 0») ", "false",
         "rails-failures", 6, "failure: rank . before the call that was refused", 19),
-    "ranks in different calls are not noticed": Mistake(
-        "native/device/call_barrier.cuh", "if («entry != 0» && entry", "false",
-        "failures", 2, "."),
     "ranks that use different plans are not noticed": Mistake(
         "native/device/call_barrier.cuh", "entry != 0 && «entry != entry_of(ctx, number)»",
         "((entry ^ entry_of(ctx, number)) & ~(UINT64_C(0x3fff) << 34)) != 0",
@@ -215,9 +197,6 @@ MISTAKES = {
         "native/low_latency/dispatch.cu",
         "has_failed || send_rows<R>(ctx, ll, job, rows, domains)",
         "send_rows<R>(ctx, ll, job, rows, domains)",
-        "ll-failures", 2, "."),
-    "LL: a word is given after a failure": Mistake(
-        "native/low_latency/combine.cu", "«sent < kSentFailed») {", "true",
         "ll-failures", 2, "."),
     "LL: an operation out of turn is made": Mistake(
         "native/low_latency/operation.cuh",

@@ -89,9 +89,6 @@ MISTAKES = {
     "rails: LL: rows are counted from the first rank's in each group of 32": Mistake(
         "native/low_latency/combine.cu", "kGroups == 1 ? 0 : «before(groups_up_to_, row)»;", "0",
         "rails-ll-many", 36, "."),
-    "rails: LL: the last message is taken for this one": Mistake(
-        "native/low_latency/dispatch.cu", "rail_signals[kTokensPut]) + «1»", "0",
-        "rails-ll", 2, "."),
     "rails: LL: a message is put without what other CTAs wrote": Mistake(
         "native/low_latency/rail_tokens.cuh", "«if (threadIdx.x == 0) fence_system();»\n  __sync",
         "",
@@ -113,9 +110,6 @@ MISTAKES = {
         "return «wait_until(ctx, phase, rail_peer_in(ctx, domain), epoch, is_over)»;",
         "[&] { while (!is_over()) continue; return true; }()",
         "short-rails-cut", 4, "nobody gets any further"),
-    "queues: puts take the same place": Mistake(
-        "native/device/rails.cuh", "end = «atomicAdd(&places.given, number)» + number;",
-        "places.given", "short-rails-plans", 4, "a put waits without an end"),
     "queues: a last word has no deadline": Mistake(
         "native/device/stop.cu",
         "ctx.deadline_ns)) «return false;»", "continue;",
@@ -126,9 +120,6 @@ MISTAKES = {
     "many ranks: only a warp's lanes of sources are watched": Mistake(
         "native/rows/progress.cuh", "source = lane; source < «num_ranks»; source", "kWarpSize",
         "rails-many", 33, "."),
-    "rails: an entry is compared before it has come": Mistake(
-        "native/device/call_barrier.cuh", "if («!is_entry_of(entries[i], number)»)", "false",
-        "rails-plans", 4, "a wait was in vain", 2),
     "rounds: weights lie where rows of a round do": Mistake(
         "native/rows/dispatch.cu", "place_weights<R>(ctx, job, «calls % 2»)", "parity",
         "rails-dispatches", 4, "dispatch: weight"),
@@ -139,19 +130,10 @@ MISTAKES = {
     "rounds: two of a dispatch lie in one half": Mistake(
         "native/rows/stage.cuh", "(parity + «round.number») % 2", "0",
         "rails-dispatches", 4, "dispatch: ", 107),
-    "rounds: CTAs that have staged two are counted together": Mistake(
-        "native/rows/stage.cuh", "ctx.control_of[ctx.rank] + counts) + «unit»;", "phase",
-        "rails-dispatches", 4, ".", 107),
     "rounds: the second is staged before all ranks have entered": Mistake(
         "native/rails/phases.cuh",
         "is_free = «wait_for_entry(ctx, Phase::kDispatch, rank, entry, epoch) != 0»;", "true",
         "rails-dispatches", 4, "dispatch: ", 2),
-    "rounds: one is staged before this domain has pulled the last but one": Mistake(
-        "native/rails/phases.cuh",
-        "«wait_for_round(ctx, Phase::kDispatch, rank_at(ctx, threadIdx.x), round.number - 2, "
-        "epoch)»;",
-        "true",
-        "rails-dispatches", 4, "dispatch: ", 7),
     "rounds: one is staged before other domains have pulled the last but one": Mistake(
         "native/rails/phases.cuh",
         "is_free = «wait_for_signal(ctx, rails, Phase::kDispatch, kPulledPut, threadIdx.x,\n"
@@ -184,10 +166,6 @@ MISTAKES = {
         "native/rows/domain_sums.cuh", "first = std::size_t{4} * «start» * job.top_k;",
         "(start - round.begin)",
         "rails-combines", 4, "combine: weights", 1),
-    "rounds: the phases of one are counted once": Mistake(
-        "native/rows/combine.cu",
-        "count_signals<R>(ctx, kSumsPut, «num_rounds * num_phases_in(job)»);", "num_phases_in(job)",
-        "rails-combines", 2, "."),
 
     # Of one round as of several.
     "rails: the last phase is not followed by the first": Mistake(
@@ -221,9 +199,6 @@ MISTAKES = {
     "wide: a rank has a bit in each group": Mistake(
         "native/rank_set.cuh", "return «local_rank / kWarpSize == group» ?", "true",
         "wide-many", 33, "."),
-    "wide: no group comes before that of a rank": Mistake(
-        "native/rank_set.cuh", "return bits >= kWarpSize ? «~0u» :", "0u",
-        "wide-many", 34, "."),
     "wide: sums of ranks after the first 32 are added up before they are there": Mistake(
         "native/rows/combine.cu", "if («is_part[group] && arrived») {",
         "group == 0 && is_part[group]",
