@@ -173,10 +173,10 @@ class LowLatencySteps : public Sequence {
   void draw_steps(int num_rounds) {
     std::vector<int> next(objects_.size(), 0);  // operation of each object
     std::vector<char> is_half(objects_.size(), false);
-    std::vector<int> left;
-    for (std::size_t i = 0; i < objects_.size(); ++i) left.push_back(static_cast<int>(i));
+    std::vector<int> left(objects_.size());
+    std::iota(left.begin(), left.end(), 0);
     while (!left.empty()) {
-      const int object = one_of_all(left);
+      const int object = left[emu::draw(left.size())];
       const int round = next[object] / 2;
       const bool is_combine = next[object] % 2 == 1, has_sent = is_half[object];
       const bool completes = has_sent || between(0, 2) > 0;
@@ -187,7 +187,6 @@ class LowLatencySteps : public Sequence {
       }
     }
   }
-  static int one_of_all(const std::vector<int>& values) { return values[emu::draw(values.size())]; }
 
   void dispatch(int rank, const Step& step) {
     Object& object = objects_[step.object];

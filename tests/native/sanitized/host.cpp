@@ -151,9 +151,7 @@ void sizes() {
     must_fail("room for " + std::to_string(max_pairs) + " pairs", dispatch);
     // Receiving that fails leaves the plan as it was: it was received, with routes that nothing had
     // written.
-    std::int64_t size = 0;
-    must(ncclepRoutesSize(o.group, 2, 4, 128, &size));
-    const Numbers routes(ncclepInt32, {size});
+    const Numbers routes = o.new_routes(2, 4);
     for (const int num_sms : {0, 8}) {
       if (num_sms > 0) standin::fail_after(0);
       REQUIRE(ncclepPlanReceive(o.plan, o.group, routes, 2, 4, num_sms, pointer(kStream)) !=
