@@ -276,11 +276,11 @@ void waiting() {
   o.make_plan(kRows);
   must(ncclepLowLatencyDestroy(std::exchange(o.low_latency, nullptr)));
   REQUIRE(standin::is_held(kOther));
-  must(ncclepGroupBegin(o.group, 0.04, nullptr, nullptr));
+  must(ncclepGroupBegin(o.group, 0.4, nullptr, nullptr));
   standin::hold(kStream);
   o.make_plan(kRows);
   const std::string text = "its windows: its earlier calls were not over on the device within ";
-  must_fail("leaving " + text + "0.02 s", [&] { o.reserve(400); });
+  must_fail("leaving " + text + "0.2 s", [&] { o.reserve(400); });
   REQUIRE(o.info().num_bytes == 0);
   standin::release_at_query(3);
   o.reserve(400);
