@@ -309,6 +309,7 @@ def messages_arrive_in_order_and_time(plugin: str) -> None:
         if number == 0:  # it waits for its receiver
             time.sleep(0.1)
             assert me.size_of(sent) is None
+            me.gather(None)
         requests.append((me.receive(at, room), sent))
     for number in range(len(sizes) - 8, len(sizes)):
         check(number)
