@@ -38,7 +38,7 @@ EXCHANGE = [HERE / "exchange.cpp", CSRC / "host/exchange.cpp"]
 # Windows of the stand-in for NCCL have no peers to check: window_check.cpp has a test of its own.
 HOST = [
     *(HERE / f"{name}.cpp"
-      for name in ("host", "domains", "phases", "versions", "kernels", "network", "cuda")),
+      for name in ("host", "windows", "versions", "kernels", "network", "cuda")),
     *(path for name in ("c_interface", "common", "native", "nccl")
       for path in sorted((CSRC / name).rglob("*.cpp")) if path.stem != "window_check"),
 ]  # fmt: skip

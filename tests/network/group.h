@@ -17,8 +17,8 @@
 
 #include "gpu.h"
 #include "link.h"
+#include "peer_memory.h"
 #include "post.h"
-#include "region.h"
 #include "ring.h"
 
 // What this process has put (messages, bytes, and those bytes that went from GPU to GPU), the bytes
@@ -44,6 +44,29 @@ struct Handle {
 static_assert(sizeof(Handle) <= kHandleBytes);
 
 using Ends = std::array<u64, kMaxRanks>;  // of what each pair's ring holds, by rank
+
+// What a rank has registered.
+struct Region {
+  int id, type;
+  char* data;
+  std::size_t size;
+  bool is_never_reset;
+  std::vector<u64> signals;       // of a GPU's memory that is never reset: the values
+  std::vector<PeerMemory> peers;  // all ranks' regions of this number
+
+  bool holds(u64 offset, u64 num_bytes) const {
+    return num_bytes <= size && offset <= size - num_bytes;
+  }
+};
+
+// What it has been asked to put.
+struct Request {
+  Message message;
+  u64 number;  // of this process's puts, from 1
+  int target, from;
+  u64 from_offset, sent, end;  // end: in the ring; 0: not all is sent
+  bool is_lost;
+};
 
 // The functions for puts are called by one thread, those for regions by any.
 struct Group {

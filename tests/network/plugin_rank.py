@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -18,10 +20,29 @@ TYPES = {
     "?": ctypes.c_bool,
 }  # fmt: skip
 HOST = 1  # kind of memory
+SAFETY_S = 60.0
 
 
 class PluginError(Exception):
     """A function of the plugin returned an error; its number is the first argument."""
+
+
+def error_of(call: Callable[..., Any], *arguments: Any) -> int:
+    """The number of the error that a call ends with; 0: none."""
+    try:
+        call(*arguments)
+    except PluginError as error:
+        return error.args[0]
+    return 0
+
+
+def wait(find: Callable[[], Any]) -> Any:
+    """What `find` returns, as soon as it does not return None."""
+    give_up = time.monotonic() + SAFETY_S
+    while (found := find()) is None:
+        assert time.monotonic() < give_up
+        time.sleep(1e-4)  # there may be fewer cores than ranks
+    return found
 
 
 class PluginRank:
@@ -38,10 +59,9 @@ class PluginRank:
         self, plugin: str, symbol: str, table: dict[str, str], link: dict[str, str]
     ) -> None:
         os.environ.update(link)
-        self.plugin, self.rank = plugin, int(os.environ["RANK"])
-        self.num_ranks, self._gathered = int(os.environ["WORLD_SIZE"]), 0
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        self._functions = table
+        self._gathered, self._functions = 0, table
         pointers = ctypes.c_void_p * (1 + len(table))
         self._table = pointers.in_dll(ctypes.CDLL(plugin), symbol)
 
@@ -64,3 +84,9 @@ class PluginRank:
         made = ctypes.c_void_p()
         self.call(name, *arguments, ctypes.byref(made))
         return made
+
+    def listen(self, instance: ctypes.c_void_p) -> tuple[ctypes.c_void_p, list[Any]]:
+        """A listener, and the handles of those of all ranks; collective."""
+        handle, listener = ctypes.create_string_buffer(128), ctypes.c_void_p()
+        self.call("listen", instance, 0, handle, ctypes.byref(listener))
+        return listener, [ctypes.create_string_buffer(raw, 128) for raw in self.gather(handle.raw)]

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        yield importlib.import_module("over_network")
 
 
 def test_times_are_compared_with_those_of_the_bytes(script: Any) -> None:

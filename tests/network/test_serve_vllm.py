@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
-        yield importlib.import_module("serve_vllm")
 
 
 def test_ranks_know_their_hosts_gpus_and_ports(script: Any) -> None:

@@ -173,10 +173,10 @@ class LowLatencySteps : public Sequence {
   void draw_steps(int num_rounds) {
     std::vector<int> next(objects_.size(), 0);  // operation of each object
     std::vector<char> is_half(objects_.size(), false);
-    std::vector<int> left;
-    for (std::size_t i = 0; i < objects_.size(); ++i) left.push_back(static_cast<int>(i));
+    std::vector<int> left(objects_.size());
+    std::iota(left.begin(), left.end(), 0);
     while (!left.empty()) {
-      const int object = one_of_all(left);
+      const int object = left[emu::draw(left.size())];
       const int round = next[object] / 2;
       const bool is_combine = next[object] % 2 == 1, has_sent = is_half[object];
       const bool completes = has_sent || between(0, 2) > 0;
@@ -187,7 +187,6 @@ class LowLatencySteps : public Sequence {
       }
     }
   }
-  static int one_of_all(const std::vector<int>& values) { return values[emu::draw(values.size())]; }
 
   void dispatch(int rank, const Step& step) {
     Object& object = objects_[step.object];
@@ -208,12 +207,8 @@ class LowLatencySteps : public Sequence {
                          [&](int i) { return value(salt, rank, i / hidden, i % hidden); });
       kWeights.put(mine.w->data<char>(), num_tokens * window.top_k,
                    [&](int i) { return weight(salt, rank, i); });
-      const auto& named = routing.named[rank];
-      const std::size_t size = routing.is_int64 ? 8 : 4;
-      mine.topk.emplace(size * named.size(), 0);
-      for (std::size_t i = 0; i < named.size(); ++i) {
-        std::memcpy(mine.topk->data<char>() + size * i, &named[i], size);  // little-endian
-      }
+      mine.topk.emplace(routing.index_bytes() * num_tokens * window.top_k, 0);
+      routing.put_indices(rank, mine.topk->data<char>());
     }
     LowLatencyDispatch job{};
     job.sends = step.sends;
@@ -366,25 +361,14 @@ class LowLatencySteps : public Sequence {
   void check_combine(int rank, Object& object, int number) {
     const Numbers& numbers = object.numbers;
     const int hidden = object.window.sum_bytes / numbers.size();
-    std::vector<float> total(object.num_tokens(rank, number) * hidden, 0), of_domain(total);
-    for (int expert_rank = 0; expert_rank < sizes.ranks; ++expert_rank) {
-      for (const Pair& pair : object.rounds[number].routing.pairs[expert_rank]) {
-        if (pair.source != rank) continue;
-        for (int i = 0; i < hidden; ++i) {
-          float part = 0;
-          for (int k = 0; k < object.num_returned(number, pair); ++k) {
-            part += numbers.round(object.returned(number, expert_rank, pair, k, i));
-          }
-          const bool is_own = sizes.local_rank_of(expert_rank) == sizes.local_rank_of(rank);
-          of_domain[pair.token * hidden + i] += is_own ? part : numbers.round(part);
-        }
+    const auto sum = [&](int expert_rank, const Pair& pair, int i) {
+      float part = 0;
+      for (int k = 0; k < object.num_returned(number, pair); ++k) {
+        part += numbers.round(object.returned(number, expert_rank, pair, k, i));
       }
-      if (sizes.local_rank_of(expert_rank + 1) != 0) continue;  // the domain's last rank
-      for (std::size_t i = 0; i < total.size(); ++i) {
-        total[i] += sizes.domains == 1 ? of_domain[i] : numbers.round(of_domain[i]);
-        of_domain[i] = 0;
-      }
-    }
+      return part;
+    };
+    const auto total = combined(object.rounds[number].routing, rank, hidden, numbers, sum);
     const char* out = object.ranks[rank].out->data<char>();
     const std::uint32_t nan = numbers.size() == 4 ? ~0u : 0xffff;
     for (std::size_t i = 0; i < total.size(); ++i) {
@@ -401,16 +385,16 @@ class LowLatencySteps : public Sequence {
 
 }  // namespace
 
-std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
+std::unique_ptr<Sequence> draw_low_latency(const Kind& kind, int ranks, int domains,
                                            const Starts& starts) {
   Sizes sizes{};
-  if (kind.rfind("rails-", 0) == 0) sizes.domains = draw_domains(ranks);
+  sizes.domains = domains;
   sizes.ranks = ranks;
   sizes.starts = starts;
   sizes.local = between(0, 4) == 0 ? 35 : between(1, 3);
   sizes.max_tokens = one_of({1, 5, 33, kLowLatencyTokens});
-  if (kind == "rails-ll-many") sizes.local = 1, sizes.max_tokens = 5;
+  if (kind.name == "many") sizes.local = 1, sizes.max_tokens = 5;
   sizes.max_top_k = std::min(sizes.experts(), one_of({1, 3, 8, 32}));
   sizes.max_row_bytes = 16;
-  return std::make_unique<LowLatencySteps>(sizes, has_failure(kind) ? 1 : between(1, 2));
+  return std::make_unique<LowLatencySteps>(sizes, kind.has_failure ? 1 : between(1, 2));
 }

@@ -9,17 +9,6 @@
 using namespace ncclep::native;
 using emu::between;
 
-// At a multiple of 16 bytes, or not.
-void Rows::put_indices(Plan& plan, const Routing& routing, int rank) {
-  const auto& named = routing.named[rank];
-  const std::size_t start = between(0, 1), size = routing.is_int64 ? 8 : 4;
-  plan.named.emplace(size * (start + named.size()), kGarbage);
-  plan.indices = plan.named->data<char>() + size * start;
-  for (std::size_t i = 0; i < named.size(); ++i) {
-    std::memcpy(plan.indices + size * i, &named[i], size);  // little-endian
-  }
-}
-
 // With too little room at first, now and then, as the host may guess.
 void Rows::plan(int rank, int number) {
   const Routing& routing = routings_[steps_[number].plan];
@@ -28,7 +17,11 @@ void Rows::plan(int rank, int number) {
   const int top_k = routing.top_k, num_tokens = routing.num_tokens[rank];
   const int local = sizes.local, sms = between(1, sizes.ranks > 40 ? 2 : kSms);
   const bool is_static = routing.limit > 0, drops = is_static && routing.may_drop;
-  put_indices(plan, routing, rank);
+  // At a multiple of 16 bytes, or not.
+  const std::size_t start = between(0, 1) * routing.index_bytes();
+  Memory named(start + routing.index_bytes() * num_tokens * top_k, kGarbage);
+  char* const indices = named.data<char>() + start;
+  routing.put_indices(rank, indices);
   plan.counts.emplace(8 * (2 * local + 1), kGarbage);
   KernelContext ctx = context(rank, is_static ? call_of(number, rank == differing) : 0);
   plan.token_routes.emplace(4 * TokenRoutes::rows(ctx.control) * num_tokens, kGarbage);
@@ -37,7 +30,7 @@ void Rows::plan(int rank, int number) {
   const PlanScratch parts(scratch.data<std::int32_t>(), ctx.control, kSms);
 
   PlanCount job{};
-  job.topk_idx = plan.indices;
+  job.topk_idx = indices;
   job.is_int64 = routing.is_int64;
   job.num_tokens = num_tokens;
   job.top_k = top_k;
@@ -72,7 +65,12 @@ void Rows::plan(int rank, int number) {
     job.topk_idx = drop.kept;
     job.is_int64 = false;
   }
-  if (sizes.domains > 1) put_rail_routes(plan, routing, rank, &job);
+  if (sizes.domains > 1) {
+    const int chunks = routing.most_chunks();
+    plan.rail_memory.emplace(4 * RailRoutes::size(ctx.control, num_tokens, chunks), kGarbage);
+    job.rail_routes = plan.rail_routes =
+        RailRoutes::in(plan.rail_memory->data<std::int32_t>(), ctx.control, num_tokens, chunks);
+  }
   launch(rank, [&] { plan_count(ctx, job, parts, sms, rank, rails(rank)); });
   // The host would raise; or, if it need not wait, go on.
   const bool has_counted = !has_failed(rank);
@@ -138,7 +136,7 @@ void Rows::check_counts(Plan& plan, const Routing& routing, int rank) {
 
 void Rows::check_routes(const Plan& plan, const Routing& routing, int rank) {
   const ReceivedRoutes& routes = plan.received;
-  const int chunks = routing.most_chunks();
+  const int chunks = routing.most_chunks(), own = sizes.domain_of(rank);
   // By source: the pairs before each chunk of its tokens.
   std::vector<std::vector<int>> before(sizes.ranks, std::vector<int>(chunks + 1, 0));
   int num_pairs = 0, num_assignments = 0;
@@ -152,10 +150,14 @@ void Rows::check_routes(const Plan& plan, const Routing& routing, int rank) {
       ++num_assignments;
     }
     if (num_assignments == first) continue;
-    require(routes.pair_token[num_pairs] == pair.name && routes.pair_first[num_pairs] == first,
+    // How this rank knows the token.
+    const bool is_node = sizes.domain_of(pair.source) != own;
+    const int name =
+        is_node ? node_tokens(routing, pair.source, own).at(pair.token).name : pair.token;
+    require(routes.pair_token[num_pairs] == name && routes.pair_first[num_pairs] == first,
             "plan: pair ", num_pairs, " on rank ", rank, ", of rank ", pair.source);
     ++num_pairs;
-    ++before[pair.source][pair.name / kChunk + 1];
+    ++before[pair.source][name / kChunk + 1];
   }
   require(routes.first_pair[sizes.ranks] == num_pairs &&
               routes.pair_first[num_pairs] == num_assignments,
@@ -167,6 +169,76 @@ void Rows::check_routes(const Plan& plan, const Routing& routing, int rank) {
       pair += before[source][chunk];
       require(routes.chunk_pair[source * (chunks + 1) + chunk] == pair,
               "plan: first pair of a chunk of rank ", source);
+    }
+  }
+}
+
+std::map<int, Rows::NodeToken> Rows::node_tokens(const Routing& routing, int source,
+                                                 int domain) const {
+  const int locals = sizes.ranks / sizes.domains;
+  std::map<int, NodeToken> nodes;
+  for (int local_rank = 0; local_rank < locals; ++local_rank) {
+    for (const Pair& pair : routing.pairs[domain * locals + local_rank]) {
+      for (const Assignment& assignment : pair.assignments) {
+        if (pair.source != source || assignment.slot < 0) continue;
+        NodeToken& node = nodes[pair.token];
+        node.ranks[local_rank / 32] |= 1u << local_rank % 32;
+        node.assignments |= 1u << assignment.index % routing.top_k;
+      }
+    }
+  }
+  int name = -1;
+  for (auto& [token, node] : nodes) {
+    node.name = name = std::max(name + 1, token / kChunk * kChunk);
+  }
+  return nodes;
+}
+
+void Rows::check_rail_routes(const Plan& plan, const Routing& routing, int rank) {
+  const RailRoutes& routes = plan.rail_routes;
+  const int locals = sizes.ranks / sizes.domains, own = sizes.domain_of(rank);
+  const int num_tokens = routing.num_tokens[rank], groups = context(rank).control.rank_groups();
+  const auto num_before = [](const std::map<int, NodeToken>& nodes, int token) {
+    return static_cast<int>(std::distance(nodes.begin(), nodes.lower_bound(token)));
+  };
+  for (int domain = 0; domain < sizes.domains; ++domain) {
+    if (domain == own) continue;
+    // What this rank puts there.
+    const auto sent = node_tokens(routing, rank, domain);
+    for (int token = 0; token <= routes.most_tokens; ++token) {
+      const int number = num_before(sent, token);
+      require(token % kChunk != 0 || routes.num_sent(domain, token) == number,
+              "plan: node tokens of rank ", rank);
+      if (token >= num_tokens) continue;
+      const int at = domain * num_tokens;
+      const auto node = sent.find(token);
+      const bool is_sent = node != sent.end();
+      require(routes.sent_assignments[at + token] == (is_sent ? node->second.assignments : 0),
+              "plan: assignments of token ", token, " of rank ", rank, " in domain ", domain);
+      require(routes.node_of[at + token] == (is_sent ? number : -1), "plan: token ", token,
+              " of rank ", rank, " in domain ", domain);
+      require(!is_sent || routes.token_of[at + number] == token, "plan: node token ", number,
+              " of rank ", rank);
+    }
+    // What ranks there put here, and its rail peer to this rank.
+    for (int source = domain * locals; source < (domain + 1) * locals; ++source) {
+      const auto received = node_tokens(routing, source, own);
+      for (int token = 0; token <= routes.most_tokens; token += kChunk) {
+        require(routes.num_before(source, token) == num_before(received, token),
+                "plan: node tokens of rank ", source, " on rank ", rank);
+      }
+      if (sizes.local_rank_of(source) != sizes.local_rank_of(rank)) continue;
+      for (const auto& [token, node] : received) {
+        const int at = domain * routes.most_tokens + node.name, local_rank = rank % locals;
+        require(std::equal(node.ranks, node.ranks + groups, routes.ranks_of + at * groups),
+                "plan: ranks of node token ", node.name, " of rank ", source);
+        if (!(node.ranks[local_rank / 32] >> local_rank % 32 & 1)) continue;
+        const int pair = routes.own_pair[at];
+        require(plan.received.pair_token[pair] == node.name &&
+                    pair >= plan.received.first_pair[source] &&
+                    pair < plan.received.first_pair[source + 1],
+                "plan: the pair of node token ", node.name, " of rank ", source);
+      }
     }
   }
 }

@@ -22,9 +22,7 @@
 #include <cstring>
 #include <string>
 
-#include "machine/network.h"
 #include "native/device/stop.h"
-#include "native/rail_layout.h"
 #include "sequence.h"
 
 using namespace ncclep::native;
@@ -42,9 +40,14 @@ Sequence::Sequence(const Sizes& drawn)
   shared_.control = {sizes.ranks,     sizes.experts(), num_chunks_of(sizes.max_tokens) * kChunk,
                      sizes.max_top_k, sizes.domains,   sizes.rounds};
   shared_.dispatch_bytes = dispatch_bytes(shared_.control, sizes.max_row_bytes);
+  if (sizes.domains > 1) {
+    network_.emplace(sizes.ranks, sizes.ranks / sizes.domains, kNumRailSignals * sizes.domains);
+  }
   for (int rank = 0; rank < sizes.ranks; ++rank) {
     control_.emplace_back(RailLayout{shared_.control}.end(), 0);
     rows_.emplace_back(rows_window_bytes(shared_.control, sizes.max_row_bytes), kGarbage);
+    add_to_network(rank, control_[rank]);
+    add_to_network(rank, rows_[rank]);
     State& state = states[rank];
     std::memset(static_cast<void*>(&state), 0, sizeof(State));
     state.epoch = sizes.starts.operations;
@@ -54,7 +57,6 @@ Sequence::Sequence(const Sizes& drawn)
     emu::add_memory(&state, sizeof(State));
     std::memset(static_cast<void*>(&mailboxes[rank]), 0, sizeof(Mailbox));
   }
-  if (sizes.domains > 1) make_wires();
   emu::before_launch = [this](int rank) {
     if (calls_[rank] == Call::kNone) return;
     const bool begins_call = calls_[rank] == Call::kBegins;
@@ -69,7 +71,7 @@ Sequence::~Sequence() {
 }
 
 Bytes Sequence::windows_but_of(int rank) {
-  if (wires_ != nullptr) let_everything_arrive();
+  while (network_ && !network_->is_at_rest()) network_->get_further();
   Bytes copies;
   for (int other = 0; other < sizes.ranks; ++other) {
     if (other == rank) continue;
@@ -116,27 +118,37 @@ void Sequence::refuse(int rank) {
 
 // As all ranks' hosts do before windows close: those of the group, or of a low-latency object.
 void Sequence::settle(bool is_cut) {
-  if (sizes.domains == 1) return;
+  if (!network_) return;
   emu::run(sizes.ranks, [&](int rank) {
     ncclep::native::drain_network(context(rank), rank, *rails(rank));
     emu::synchronize(rank);
-    require(is_cut || !has_bytes_on_the_way(rank), "bytes are on their way to or from rank ", rank,
-            ", whose windows close");
+    require(is_cut || !network_->has_bytes_on_the_way(rank),
+            "bytes are on their way to or from rank ", rank, ", whose windows close");
   });
+}
+
+void Sequence::cut(int rank, const std::function<bool()>& is_over) {
+  const int domain = (sizes.domain_of(rank) + between(1, sizes.domains - 1)) % sizes.domains;
+  network_->stop(rank, domain, is_over);
 }
 
 // --- without a failure, and with one -------------------------------------------------------------
 
 namespace {
 
-bool is_low_latency(const std::string& kind) {
-  return kind.rfind("ll", 0) == 0 || kind.rfind("rails-ll", 0) == 0;
+// A number of domains, at least 2.
+int draw_domains(int ranks) {
+  std::vector<int> domains;
+  for (int number = 2; number <= ranks; ++number) {
+    if (ranks % number == 0) domains.push_back(number);
+  }
+  return domains[emu::draw(domains.size())];
 }
 
-std::unique_ptr<Sequence> draw_sequence(const std::string& kind, int ranks, const Starts& starts) {
-  if (kind == "probes") return draw_probes(ranks, starts);
-  return is_low_latency(kind) ? draw_low_latency(kind, ranks, starts)
-                              : draw_rows(kind, ranks, starts);
+std::unique_ptr<Sequence> draw_sequence(const Kind& kind, int ranks, const Starts& starts) {
+  if (kind.name == "probes") return draw_probes(ranks, draw_domains(ranks), starts);
+  const int domains = !kind.has_rails ? 1 : kind.is_wide ? 2 : draw_domains(ranks);
+  return (kind.is_low_latency ? draw_low_latency : draw_rows)(kind, ranks, domains, starts);
 }
 
 void run_without_failure(Sequence& sequence) {
@@ -160,17 +172,16 @@ void run_without_failure(Sequence& sequence) {
 
 class WithFailure {
  public:
-  WithFailure(Sequence& sequence, const std::string& kind)
+  WithFailure(Sequence& sequence, const Kind& kind)
       : sequence_(sequence),
         ranks_(sequence.sizes.ranks),
-        has_late_ctas_(kind == "late" || kind == "rails-late"),
-        has_objects_(is_low_latency(kind)),
-        how_(kind.find("cut") != std::string::npos ? Failing::kIsCut
+        has_late_ctas_(kind.name == "late"),
+        has_objects_(kind.is_low_latency),
+        how_(kind.name == "cut" ? Failing::kIsCut
              : has_late_ctas_ ? one_of({Failing::kStops, Failing::kComesLate, Failing::kHasLateCta})
-             : kind == "calls" || kind == "rails-calls"
-                 ? Failing::kDiffers
-                 : one_of({Failing::kStops, Failing::kComesLate, Failing::kRefuses,
-                           Failing::kDiffers})),
+             : kind.name == "calls" ? Failing::kDiffers
+                                    : one_of({Failing::kStops, Failing::kComesLate,
+                                              Failing::kRefuses, Failing::kDiffers})),
         victim_(between(ranks_ > 32 ? 32 : 0, ranks_ - 1)),
         kernels_left_(between(0, sequence.last_kernel())),
         current_step_(ranks_, 0),
@@ -308,20 +319,18 @@ class WithFailure {
 
 int main(int argc, char** argv) {
   if (argc < 5) emu::fail("usage: rounds KIND RANKS SEED NUMBER [CHANGE]");
-  const std::string name = argv[1], prefix = "short-";
-  const bool is_short = name.rfind(prefix, 0) == 0;
-  const std::string kind = is_short ? name.substr(prefix.size()) : name;
+  const Kind kind(argv[1]);
   const int ranks = std::atoi(argv[2]), first = std::atoi(argv[3]), number = std::atoi(argv[4]);
   if (argc > 5) emu::change_in_force = std::atoi(argv[5]);
-  if (kind == "paths") return print_paths(ranks, number), 0;
+  if (kind.name == "paths") return print_paths(ranks, number), 0;
   for (int seed = first; seed < first + number; ++seed) {
-    std::printf("%s, %d ranks, seed %d\n", name.c_str(), ranks, seed);
+    std::printf("%s, %d ranks, seed %d\n", argv[1], ranks, seed);
     std::fflush(stdout);
     emu::seed(seed * 16 + ranks);
-    if (is_short) emu::queue_places = between(1, 4);
+    if (kind.is_short) emu::queue_places = between(1, 4);
     const auto sequence = draw_sequence(kind, ranks, Starts{seed % 2 == 1});
     for (int closed = between(0, 2); closed > 0; --closed) sequence->settle();
-    has_failure(kind) ? WithFailure(*sequence, kind).run() : run_without_failure(*sequence);
+    kind.has_failure ? WithFailure(*sequence, kind).run() : run_without_failure(*sequence);
   }
   std::printf("OK: %d sequences\n", number);
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <set>
 #include <vector>
@@ -47,13 +48,7 @@ struct Assignment {
 struct Pair {
   int source, token;
   int index;  // among the source's pairs on that rank
-  int name;   // how that rank knows the token: as node token in another domain
   std::vector<Assignment> assignments;
-
-  int num_rows() const {
-    return static_cast<int>(
-        std::count_if(assignments.begin(), assignments.end(), [](auto& a) { return a.slot >= 0; }));
-  }
 };
 
 struct Routing {
@@ -75,6 +70,14 @@ struct Routing {
   bool is_refused() const { return !bad_ranks.empty() && limit == 0; }
   // Rows of a rank's tensors.
   std::int64_t room_of(int rank) const { return limit > 0 ? limit : num_rows[rank]; }
+  std::size_t index_bytes() const { return is_int64 ? 8 : 4; }
+  // Writes a rank's indices.
+  void put_indices(int rank, char* to) const {
+    for (const std::int64_t& expert : named[rank]) {
+      std::memcpy(to, &expert, index_bytes());  // little-endian
+      to += index_bytes();
+    }
+  }
   int most_tokens() const { return *std::max_element(num_tokens.begin(), num_tokens.end()); }
   // As hosts know it: in static mode an upper bound.
   int most_chunks() const {
@@ -105,7 +108,7 @@ inline void find_pairs(const Sizes& sizes, Routing& routing) {
         if (assignments.empty()) continue;
         std::sort(assignments.begin(), assignments.end(),
                   [](const Assignment& a, const Assignment& b) { return a.expert < b.expert; });
-        routing.pairs[rank].push_back({source, token, places[rank]++, token, assignments});
+        routing.pairs[rank].push_back({source, token, places[rank]++, assignments});
       }
     }
   }
@@ -147,9 +150,6 @@ inline void find_slots(const Sizes& sizes, Routing& routing) {
     }
   }
 }
-
-// network_plan.cpp
-void name_node_tokens(const Sizes& sizes, Routing& routing);
 
 // Draws a routing in which `bad` of 1000 assignments are invalid, of all ranks or of the last ones:
 // of none of the first 32 if there are more.  With `columns` the indices have
@@ -201,6 +201,5 @@ inline Routing draw_routing(const Sizes& sizes, int bad, int columns = 0) {
     routing.may_drop = emu::between(0, 1) == 0;
     for (const int dropped : routing.num_dropped) routing.may_drop |= dropped > 0;
   }
-  name_node_tokens(sizes, routing);
   return routing;
 }

@@ -91,13 +91,10 @@ void require_nan(Memory& memory, const char* what, int rank) {
 
 }  // namespace
 
-std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const Starts& starts) {
-  const bool is_wide = name.rfind("wide-", 0) == 0;
-  const bool has_rails = name.find("rails-") != std::string::npos;
-  const std::string kind = name.substr((is_wide ? 5 : 0) + (has_rails ? 6 : 0));
-  const int domains = !has_rails ? 1 : is_wide ? 2 : draw_domains(ranks);
-  Sizes sizes = draw_sizes(kind, ranks, domains, starts);
-  if (is_wide) {
+std::unique_ptr<Sequence> draw_rows(const Kind& kind, int ranks, int domains,
+                                    const Starts& starts) {
+  Sizes sizes = draw_sizes(kind.name, ranks, domains, starts);
+  if (kind.is_wide) {
     sizes.local = 1;
     sizes.max_top_k = between(2, 6);
     if (sizes.rounds == 1) sizes.max_tokens = between(2, 4);
@@ -107,10 +104,10 @@ std::unique_ptr<Sequence> draw_rows(const std::string& name, int ranks, const St
   return std::make_unique<Rows>(kind, sizes);
 }
 
-Rows::Rows(const std::string& kind, const Sizes& drawn)
+Rows::Rows(const Kind& kind, const Sizes& drawn)
     : Sequence(drawn), kind_(kind), other_(one_of({0, 1, 2, 3, between(4, 10), between(11, 17)})) {
-  draw_steps(kind, kind == "many" ? 4 : has_failure(kind) ? between(4, 9) : between(5, 13));
-  if (has_failure(kind)) {  // a plan at the end: a rank that is alone does not get past it
+  draw_steps(kind.name == "many" ? 4 : kind.has_failure ? between(4, 9) : between(5, 13));
+  if (kind.has_failure) {  // a plan at the end: a rank that is alone does not get past it
     steps_.push_back(steps_.front());
     steps_.back().plan = static_cast<int>(routings_.size());
     routings_.push_back(draw_routing(sizes, 0));
@@ -121,37 +118,40 @@ Rows::Rows(const std::string& kind, const Sizes& drawn)
 }
 
 // The first step is a plan.
-void Rows::draw_steps(const std::string& kind, int number) {
-  const Shares shares = shares_of(kind);
+void Rows::draw_steps(int number) {
+  const Shares shares = shares_of(kind_.name);
+  const bool is_many = kind_.name == "many";
   std::vector<int> plans;  // those that can be used
   while (num_steps() < number) {
-    Step step{};
-    const bool is_plan_next = plans.empty() || (kind == "many" && num_steps() < 2);
-    const int what = is_plan_next ? 0 : kind == "many" ? 3 * (num_steps() - 1) : between(0, 9);
-    step.kind = what < shares.plans                       ? Step::kPlan
-                : what < shares.plans + shares.dispatches ? Step::kDispatch
-                                                          : Step::kCombine;
-    if (step.kind == Step::kPlan) {
-      step.plan = static_cast<int>(routings_.size());
-      const bool is_bad = kind == "many" ? num_steps() == 0 : between(0, 1) == 0;
-      routings_.push_back(draw_routing(sizes, is_bad ? shares.bad_assignments : 0));
-      if (!routings_.back().is_refused()) plans.push_back(step.plan);
-    } else {
-      step.plan = plans[emu::draw(plans.size())];
+    const bool is_plan_next = plans.empty() || (is_many && num_steps() < 2);
+    const int what = is_plan_next ? 0 : is_many ? 3 * (num_steps() - 1) : between(0, 9);
+    if (what >= shares.plans) {
+      const bool is_dispatch = what < shares.plans + shares.dispatches;
+      draw_step(is_dispatch ? Step::kDispatch : Step::kCombine, plans[emu::draw(plans.size())]);
+      continue;
     }
-    step.row_bytes = std::min(sizes.max_row_bytes, 16 * one_of({1, 3, 16, 65, 128, 129, 256, 384}));
-    step.dtype = Numbers::of_any_dtype().dtype();
-    step.phases = between(1, kind == "many" ? 2 : kPhases);
-    step.sms = std::max(min_ctas(sizes.ranks), between(min_ctas(1), kSms));
-    step.has_weights = between(0, 1) == 1;
-    steps_.push_back(step);
+    const int plan = static_cast<int>(routings_.size());
+    const bool is_bad = is_many ? num_steps() == 0 : between(0, 1) == 0;
+    routings_.push_back(draw_routing(sizes, is_bad ? shares.bad_assignments : 0));
+    if (!routings_.back().is_refused()) plans.push_back(plan);
+    draw_step(Step::kPlan, plan);
   }
 }
 
+void Rows::draw_step(Step::What what, int plan) {
+  const bool is_many = kind_.name == "many";
+  Step& step = steps_.emplace_back(Step{what, plan});
+  step.row_bytes = std::min(sizes.max_row_bytes, 16 * one_of({1, 3, 16, 65, 128, 129, 256, 384}));
+  step.dtype = Numbers::of_any_dtype().dtype();
+  step.phases = between(1, is_many ? 2 : kPhases);
+  step.sms = std::max(min_ctas(sizes.ranks), between(min_ctas(1), kSms));
+  step.has_weights = between(0, 1) == 1;
+}
+
 void Rows::run(int rank, int step) {
-  if (steps_[step].kind == Step::kPlan) return plan(rank, step);
+  if (steps_[step].what == Step::kPlan) return plan(rank, step);
   if (!ranks_[rank].plans[steps_[step].plan].is_made) return;
-  steps_[step].kind == Step::kDispatch ? dispatch(rank, step) : combine(rank, step);
+  steps_[step].what == Step::kDispatch ? dispatch(rank, step) : combine(rank, step);
 }
 
 // Another call has another phase, dtype, length of rows or presence of weights, or a bit of the
@@ -160,12 +160,12 @@ std::uint64_t Rows::call_of(int number, bool differs) const {
   const Step& step = steps_[number];
   const Routing& routing = routings_[step.plan];
   const int other = differs ? other_ : -1;
-  if (step.kind == Step::kPlan) {
+  if (step.what == Step::kPlan) {
     const int field = other < 0 ? other : other % 3;
     return call_of_plan(routing.top_k + (field == 0), routing.alignment << (field == 1),
                         routing.limit + (field == 2));
   }
-  const bool is_dispatch = (step.kind == Step::kDispatch) != (other == 0);
+  const bool is_dispatch = (step.what == Step::kDispatch) != (other == 0);
   const std::uint64_t plan = sizes.starts.numbers_of_plans + step.plan;
   return call_of_rows(is_dispatch ? Phase::kDispatch : Phase::kCombine,
                       other < 4 ? plan : plan ^ 1 << (other - 4),
@@ -206,7 +206,7 @@ void Rows::dispatch(int rank, int number) {
   job.routes = plan.received;
   job.rail_routes = plan.rail_routes;
   const KernelContext ctx = context(rank, call_of(number, rank == differing));
-  const int sms = between(min_ctas(1), kind_ == "many" ? 3 : kSms);
+  const int sms = between(min_ctas(1), kind_.name == "many" ? 3 : kSms);
   const std::uint64_t dispatches = states[rank].dispatches;
   launch(rank, [&] { ncclep::native::dispatch(ctx, job, sms, rank, rails(rank)); });
 
@@ -288,32 +288,17 @@ void Rows::combine(int rank, int number) {
     if (step.has_weights) require_nan(topk_w, "combine: weights", rank);
     return;
   }
-  std::vector<float> total(num_tokens * hidden, 0), weights(num_tokens * top_k, 0);
-  std::vector<float> of_domain(total);
-  for (int expert_rank = 0; expert_rank < sizes.ranks; ++expert_rank) {
-    for (const Pair& pair : routing.pairs[expert_rank]) {
-      if (pair.source != rank) continue;
-      std::vector<float> part(hidden, 0);
-      for (const Assignment& assignment : pair.assignments) {
-        if (assignment.slot < 0) continue;
-        weights[assignment.index] = weight(number, expert_rank, assignment.slot);
-        for (int i = 0; i < hidden; ++i) {
-          part[i] += numbers.round(value(number, expert_rank, assignment.slot, i));
-        }
-      }
-      // What a rank adds up for its domain it adds up unrounded: its own rows, or its rail peer's.
-      const bool is_own = sizes.local_rank_of(expert_rank) == sizes.local_rank_of(rank);
-      for (int i = 0; i < hidden; ++i) {
-        of_domain[pair.token * hidden + i] += is_own ? part[i] : numbers.round(part[i]);
-      }
+  std::vector<float> weights(num_tokens * top_k, 0);
+  const auto sum = [&](int expert_rank, const Pair& pair, int i) {
+    float part = 0;
+    for (const Assignment& assignment : pair.assignments) {
+      if (assignment.slot < 0) continue;
+      if (i == 0) weights[assignment.index] = weight(number, expert_rank, assignment.slot);
+      part += numbers.round(value(number, expert_rank, assignment.slot, i));
     }
-    if (sizes.domains == 1) {
-      total = of_domain;
-    } else if (sizes.local_rank_of(expert_rank + 1) == 0) {
-      for (std::size_t i = 0; i < total.size(); ++i) total[i] += numbers.round(of_domain[i]);
-      std::fill(of_domain.begin(), of_domain.end(), 0);
-    }
-  }
+    return part;
+  };
+  const std::vector<float> total = combined(routing, rank, hidden, numbers, sum);
   for (int token = 0; token < num_tokens; ++token) {
     numbers.expect(
         out.data<char>() + token * step.row_bytes, hidden,
@@ -328,16 +313,16 @@ void Rows::combine(int rank, int number) {
 
 // --- failures ------------------------------------------------------------------------------------
 
-int Rows::last_kernel() const { return (kind_ == "calls" ? 1 : 2) * num_steps(); }
+int Rows::last_kernel() const { return (kind_.name == "calls" ? 1 : 2) * num_steps(); }
 
 bool Rows::is_agreed(int step) const {
-  return steps_[step].kind == Step::kPlan && routings_[steps_[step].plan].limit == 0;
+  return steps_[step].what == Step::kPlan && routings_[steps_[step].plan].limit == 0;
 }
 
 // In a combine the warp that compares the calls has sums to make, too.
 // Across domains a rank waits for the rank it wants and for the one that passes its words on.
 bool Rows::waits_for_one_thing(int step) const {
-  return steps_[step].kind != Step::kCombine && sizes.domains == 1;
+  return steps_[step].what != Step::kCombine && sizes.domains == 1;
 }
 
 // In the last plan the others may have all that they need; a step on which hosts agree compares
@@ -354,13 +339,13 @@ void Rows::check_failure(int rank, int number, Failing how, int victim) {
   const Mailbox& mailbox = mailboxes[rank];
   const auto phase = static_cast<Phase>(mailbox.failed_phase);
   const auto reason = static_cast<Reason>(mailbox.failed_reason);
-  require(step.kind == Step::kDispatch  ? phase == Phase::kDispatch
-          : step.kind == Step::kCombine ? phase == Phase::kCombine
+  require(step.what == Step::kDispatch  ? phase == Phase::kDispatch
+          : step.what == Step::kCombine ? phase == Phase::kCombine
                                         : phase == Phase::kPlan || phase == Phase::kRoutes,
           "failure: rank ", rank, " names phase ", mailbox.failed_phase, " in step ", number);
   // A plan is up to three kernels, each an operation.  A plan's errors named the plan, or what a
   // barrier counts.
-  const std::uint64_t kernels = step.kind == Step::kPlan ? 3 : 1;
+  const std::uint64_t kernels = step.what == Step::kPlan ? 3 : 1;
   require(states[rank].epoch + 1 - mailbox.failed_epoch <= kernels, "failure: rank ", rank,
           " names operation ", mailbox.failed_epoch, " after ", states[rank].epoch);
   if (how == Failing::kRefuses) {

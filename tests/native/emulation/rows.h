@@ -12,7 +12,7 @@
 
 class Rows : public Sequence {
  public:
-  Rows(const std::string& kind, const Sizes& sizes);
+  Rows(const Kind& kind, const Sizes& sizes);
 
   int num_steps() const override { return static_cast<int>(steps_.size()); }
   void run(int rank, int step) override;
@@ -24,7 +24,7 @@ class Rows : public Sequence {
 
  private:
   struct Step {
-    enum Kind { kPlan, kDispatch, kCombine } kind;
+    enum What { kPlan, kDispatch, kCombine } what;
     int plan;  // among the sequence's plans
     int row_bytes, phases, sms;
     ncclep::DType dtype;
@@ -32,9 +32,8 @@ class Rows : public Sequence {
   };
   struct Plan {
     bool is_made = false;
-    std::optional<Memory> named, counts, token_routes, routes, rail_memory;
+    std::optional<Memory> counts, token_routes, routes, rail_memory;
     ncclep::native::RailRoutes rail_routes{};
-    char* indices = nullptr;  // in `named`
     ncclep::native::ReceivedRoutes received{};
   };
   struct OfRank {
@@ -45,29 +44,32 @@ class Rows : public Sequence {
     std::set<int> bad_ranks;
   };
 
-  void draw_steps(const std::string& kind, int number);
+  void draw_steps(int number);
+  void draw_step(Step::What what, int plan);
   // What ranks must have alike in a step on which hosts do not agree, as the rank has it.
   std::uint64_t call_of(int step, bool differs) const;
   void dispatch(int rank, int step);
   void combine(int rank, int step);
   // plan.cpp
   void plan(int rank, int step);
-  void put_indices(Plan& plan, const Routing& routing, int rank);
   void receive(Plan& plan, const Routing& routing, int rank, std::int64_t pairs,
                std::int64_t assignments, const ncclep::native::PlanScratch& scratch, int sms);
   void check_counts(Plan& plan, const Routing& routing, int rank);
   void check_mailbox(const Routing& routing, int rank);
   void check_routes(const Plan& plan, const Routing& routing, int rank);
-  // network_plan.cpp
-  void put_rail_routes(Plan& plan, const Routing& routing, int rank,
-                       ncclep::native::PlanCount* job);
+  // A token of a rank that has rows in another domain.
+  struct NodeToken {
+    int name;  // there: the order among those of a chunk
+    std::uint32_t ranks[ncclep::native::kMaxRankGroups], assignments;  // bits
+  };
+  std::map<int, NodeToken> node_tokens(const Routing& routing, int source, int domain) const;
   void check_rail_routes(const Plan& plan, const Routing& routing, int rank);
   ncclep::native::TokenRoutes token_routes_of(Plan& plan, int num_tokens) {
     return ncclep::native::TokenRoutes::in(plan.token_routes->data<std::int32_t>(),
                                            context(0).control, num_tokens);
   }
 
-  const std::string kind_;
+  const Kind kind_;
   const int other_;  // in what a call differs: call_of
   std::vector<Routing> routings_;
   std::vector<Step> steps_;

@@ -18,45 +18,62 @@
 //   ll-failures  the same with a rank as in `failures`, which may also not take turns
 //   probes       probes of the network between domains of ranks (network.cpp)
 //   rails-...    any of the above but ll-many, in several domains; of rows and plans, some in
-//   rounds
+//                rounds
 //   rails-cut    what a rank puts to one of its rail peers gets no further, for good or until the
 //                rank gives up
 //   rails-ll-cut the same in low-latency mode
 //   short-...    any of these over queues of few places
 //   wide-...     many or failures, also rails-many, of small shapes, for more ranks of a domain
-//   than
-//                a warp has lanes; in the program with the kernels for such domains
+//                than a warp has lanes; in the program with the kernels for such domains
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "machine/network.h"
 #include "memory.h"
+#include "native/device/rails.cuh"
 #include "native/rail_layout.h"
 #include "native/state.h"
 #include "routing.h"
 
 constexpr int kSms = 8;  // CTAs of a kernel, at most
 
-inline bool has_failure(const std::string& kind) {
-  return kind == "late" || kind == "calls" || kind == "rails-late" || kind == "rails-calls" ||
-         kind.find("failures") != std::string::npos || kind.find("cut") != std::string::npos;
-}
+// A kind of sequences by its parts.
+struct Kind {
+  explicit Kind(const std::string& text) : name(text) {
+    is_short = takes("short-");
+    is_wide = takes("wide-");
+    has_rails = takes("rails-");
+    is_low_latency = takes("ll");
+    takes("-");
+    const std::set<std::string> failing{"late", "calls", "failures", "cut"};
+    has_failure = failing.count(name) > 0;
+  }
+
+  bool is_short, is_wide, has_rails, is_low_latency, has_failure;
+  std::string name;  // what is left
+
+ private:
+  bool takes(const std::string& part) {
+    const bool is_next = name.rfind(part, 0) == 0;
+    if (is_next) name.erase(0, part.size());
+    return is_next;
+  }
+};
 
 // How a rank, the victim, does not do what the others expect.
 enum class Failing { kStops, kComesLate, kHasLateCta, kRefuses, kDiffers, kIsCut };
 
 using Bytes = std::vector<std::vector<char>>;
-
-// The network of a group, and what kernels get of it (network.cpp).
-struct Wires;
-struct EndWires {
-  void operator()(Wires* wires) const;
-};
 
 // Memory of all ranks of a group, and the steps that they make.
 class Sequence {
@@ -75,16 +92,16 @@ class Sequence {
   // Failures: the last kernel of a rank, numbered from 0, that others miss if the rank stops before
   // it; whether a step may become another call; and whether hosts agree in a step, so that it
   // is not queued when its group has failed.
-  virtual int last_kernel() const = 0;
+  virtual int last_kernel() const { return num_steps(); }
   virtual bool can_differ(int) const { return true; }
   virtual bool is_agreed(int) const { return false; }
   // Whether a rank can wait in a step for one thing only.
   virtual bool waits_for_one_thing(int) const { return false; }
   // Whether a rank, the victim or another, may get to the end although the victim has stopped in
   // this step.
-  virtual bool may_go_on(Failing how, int step, bool is_victim) const = 0;
+  virtual bool may_go_on(Failing, int, bool /* is_victim */) const { return true; }
   // Checks what a rank whose group has failed in this step says of it.
-  virtual void check_failure(int rank, int step, Failing how, int victim) = 0;
+  virtual void check_failure(int /* rank */, int /* step */, Failing, int /* victim */) {}
   void refuse(int rank);
   // `is_cut`: something stays on its way.
   void settle(bool is_cut = false);
@@ -103,30 +120,56 @@ class Sequence {
   ncclep::native::KernelContext context(int rank, std::uint64_t call = 0);
   // Null in one domain; `window`: the first that kernels know, which are a control window, a rows
   // window, and those that were added.
-  const ncclep::native::Rails* rails(int rank, int window = 0);
-  void add_to_network(int rank, Memory& window);
+  const ncclep::native::Rails* rails(int rank, int window = 0) {
+    if (!network_) return nullptr;
+    return &(rails_[{rank, window}] = {{&*network_, rank, window}});
+  }
+  void add_to_network(int rank, Memory& window) {
+    if (network_) network_->add_window(rank, window.data<char>(), window.num_bytes());
+  }
   bool has_failed(int rank) const { return states[rank].failed != 0; }
   // Queues a call's kernels on the rank's stream and waits until they are over.
   void launch(int rank, const std::function<void()>& queue);
 
+  // What a combine makes of a rank's tokens, where the rows of a pair add up to `sum(expert rank,
+  // pair, i)` on an expert rank: sums in the order of ranks and domains.
+  template <typename Sum>
+  std::vector<float> combined(const Routing& routing, int rank, int hidden, const Numbers& numbers,
+                              Sum&& sum) const {
+    std::vector<float> total(routing.num_tokens[rank] * hidden, 0), of_domain(total);
+    for (int expert_rank = 0; expert_rank < sizes.ranks; ++expert_rank) {
+      // What a rank adds up for its domain it adds up unrounded: its own rows, or its rail peer's.
+      const bool is_own = sizes.local_rank_of(expert_rank) == sizes.local_rank_of(rank);
+      for (const Pair& pair : routing.pairs[expert_rank]) {
+        for (int i = 0; pair.source == rank && i < hidden; ++i) {
+          const float part = sum(expert_rank, pair, i);
+          of_domain[pair.token * hidden + i] += is_own ? part : numbers.round(part);
+        }
+      }
+      if (sizes.local_rank_of(expert_rank + 1) != 0) continue;  // the domain's last rank
+      for (std::size_t i = 0; i < total.size(); ++i) {
+        total[i] += sizes.domains == 1 ? of_domain[i] : numbers.round(of_domain[i]);
+        of_domain[i] = 0;
+      }
+    }
+    return total;
+  }
+
  private:
-  void make_wires();
-  bool has_bytes_on_the_way(int rank) const;
-  void let_everything_arrive();
   enum class Call { kNone, kBegins, kGoesOn };
 
   ncclep::native::KernelContext shared_{};
-  std::vector<Call> calls_;                 // by rank
-  std::unique_ptr<Wires, EndWires> wires_;  // in several domains
+  std::vector<Call> calls_;                                     // by rank
+  std::optional<emu::Network> network_;                         // in several domains
+  std::map<std::pair<int, int>, ncclep::native::Rails> rails_;  // by rank and window
   std::deque<Memory> control_, rows_;
 };
 
-std::unique_ptr<Sequence> draw_rows(const std::string& kind, int ranks, const Starts& starts);
-std::unique_ptr<Sequence> draw_low_latency(const std::string& kind, int ranks,
+// In each of several domains there are as many ranks.
+std::unique_ptr<Sequence> draw_rows(const Kind& kind, int ranks, int domains, const Starts& starts);
+std::unique_ptr<Sequence> draw_low_latency(const Kind& kind, int ranks, int domains,
                                            const Starts& starts);
-// A number of domains, at least 2.
-int draw_domains(int ranks);
-std::unique_ptr<Sequence> draw_probes(int ranks, const Starts& starts);
+std::unique_ptr<Sequence> draw_probes(int ranks, int domains, const Starts& starts);
 
 // No sequences, but how long the paths of kernels are on a rank of a group (paths.cpp).
 void print_paths(int ranks, int domains);

@@ -151,9 +151,7 @@ void sizes() {
     must_fail("room for " + std::to_string(max_pairs) + " pairs", dispatch);
     // Receiving that fails leaves the plan as it was: it was received, with routes that nothing had
     // written.
-    std::int64_t size = 0;
-    must(ncclepRoutesSize(o.group, 2, 4, 128, &size));
-    const Numbers routes(ncclepInt32, {size});
+    const Numbers routes = o.new_routes(2, 4);
     for (const int num_sms : {0, 8}) {
       if (num_sms > 0) standin::fail_after(0);
       REQUIRE(ncclepPlanReceive(o.plan, o.group, routes, 2, 4, num_sms, pointer(kStream)) !=
@@ -278,11 +276,11 @@ void waiting() {
   o.make_plan(kRows);
   must(ncclepLowLatencyDestroy(std::exchange(o.low_latency, nullptr)));
   REQUIRE(standin::is_held(kOther));
-  must(ncclepGroupBegin(o.group, 0.04, nullptr, nullptr));
+  must(ncclepGroupBegin(o.group, 0.4, nullptr, nullptr));
   standin::hold(kStream);
   o.make_plan(kRows);
   const std::string text = "its windows: its earlier calls were not over on the device within ";
-  must_fail("leaving " + text + "0.02 s", [&] { o.reserve(400); });
+  must_fail("leaving " + text + "0.2 s", [&] { o.reserve(400); });
   REQUIRE(o.info().num_bytes == 0);
   standin::release_at_query(3);
   o.reserve(400);

@@ -97,8 +97,8 @@ class Numbers {
   ncclepTensor_t tensor_ = NCCLEP_TENSOR_INIT;
 };
 
-// Cases of other files: several NVLink domains, windows that are given back, and programs with an
-// older header.
+// Cases of other files: windows of several NVLink domains or that are given back, and programs with
+// an older header.
 void domains();
 void phases();
 void versions();
@@ -112,9 +112,7 @@ class Objects {
     must(ncclepGetUniqueId(&of_comm.unique_id, nccl_path));
     must(ncclepCommCreate(&comm, &of_comm));
     group = new_group(all_gather);
-    std::int64_t size = 0;
-    must(ncclepRoutesSize(group, kPairs, kAssignments, 128, &size));
-    routes = Numbers(ncclepInt32, {size});
+    routes = new_routes(kPairs, kAssignments);
     const ncclepLowLatencyConfig_t few{sizeof(few),    kTokens,        kHidden, kTopK,
                                        ncclepBfloat16, ncclepBfloat16, 0};
     must(ncclepLowLatencyCreate(&low_latency, group, &few));
@@ -124,13 +122,20 @@ class Objects {
     const ncclepGroupConfig_t config{sizeof(config), kExperts, 1.0, gather, poll, nullptr};
     must(ncclepGroupCreate(&groups.emplace_back(), comm, &config));
     const ncclepGroup_t made = groups.back();
-    reserve(kTokens, made);
+    reserve(kTokens, 64, made);
     return made;
   }
 
-  void reserve(int num_tokens, ncclepGroup_t of = nullptr) {
-    const ncclepShape_t shape{sizeof(shape), num_tokens, kTopK, 64};
+  void reserve(int num_tokens, std::size_t row_bytes = 64, ncclepGroup_t of = nullptr) {
+    const ncclepShape_t shape{sizeof(shape), num_tokens, kTopK, row_bytes};
     must(ncclepGroupReserve(of ? of : group, &shape, pointer(kStream)));
+  }
+
+  // With room for so much, of a batch of so many tokens.
+  Numbers new_routes(int pairs, int assignments, int most_tokens = 128) {
+    std::int64_t size = 0;
+    must(ncclepRoutesSize(group, pairs, assignments, most_tokens, &size));
+    return Numbers(ncclepInt32, {size});
   }
 
   // Destroys what there is.

@@ -66,11 +66,9 @@ std::uint64_t Network::room_up_to(int rank, int domain, std::uint64_t end) {
   return room;
 }
 
-int Network::stop(int rank, int domain, std::function<bool()> is_over) {
-  const int peer = peer_of(rank, domain);
-  stopped_ = rank * num_ranks_ + peer;
+void Network::stop(int rank, int domain, std::function<bool()> is_over) {
+  stopped_ = rank * num_ranks_ + peer_of(rank, domain);
   is_stop_over_ = std::move(is_over);
-  return peer;
 }
 
 const std::uint64_t* Network::look_at(int rank, int signal) {

@@ -34,8 +34,8 @@ class Network {
   // Up to which put in all there is room in a rank's queue; now and then something arrives before.
   std::uint64_t places_taken(int rank, int domain);
   std::uint64_t room_up_to(int rank, int domain, std::uint64_t end);
-  // Nothing gets any further from a rank to a peer, which is returned, until `is_over()`.
-  int stop(int rank, int domain, std::function<bool()> is_over);
+  // Nothing gets any further from a rank to a peer until `is_over()`.
+  void stop(int rank, int domain, std::function<bool()> is_over);
   // The word of a signal; now and then something arrives before.
   const std::uint64_t* look_at(int rank, int signal);
   // Lets something arrive, or be read.

@@ -1,6 +1,8 @@
-// What the host passes to kernels of a group of several NVLink domains.
+// Windows that grow with several NVLink domains, and that are given back and made again.
 #include "c_interface/handles.h"
 #include "objects.h"
+
+extern "C" int fake_num_open_windows();
 
 namespace {
 
@@ -8,9 +10,7 @@ constexpr int kLongHidden = 8192;  // a batch of such rows is sent in phases
 
 // A plan of a batch of which this rank has few tokens, and a dispatch and a combine of long rows.
 void make_calls(Objects& o, int most_tokens) {
-  std::int64_t size = 0;
-  must(ncclepRoutesSize(o.group, kPairs, kAssignments, most_tokens, &size));
-  const Numbers routes(ncclepInt32, {size});
+  const Numbers routes = o.new_routes(kPairs, kAssignments, most_tokens);
   const Numbers x(ncclepBfloat16, {kTokens, kLongHidden}),
       rows(ncclepBfloat16, {kRows, kLongHidden});
   ncclepPlanConfig_t config = o.plan_config(kRows);
@@ -27,13 +27,9 @@ void make_calls(Objects& o, int most_tokens) {
   REQUIRE(standin::launched.num_phases > 1);
 }
 
-void reserve(const Objects& o, int num_tokens, std::size_t row_bytes) {
-  const ncclepShape_t shape{sizeof(shape), num_tokens, kTopK, row_bytes};
-  must(ncclepGroupReserve(o.group, &shape, pointer(kStream)));
-}
-
 }  // namespace
 
+// What the host passes to kernels then.
 void domains() {
   Objects o;
   o.make();
@@ -41,20 +37,18 @@ void domains() {
   standin::plans = {kRows, kPairs + 1, kAssignments};
   o.make_plan();
   REQUIRE(!o.wait_for_sizes().has_room);
-  std::int64_t size = 0;
-  must(ncclepRoutesSize(o.group, kPairs + 1, kAssignments, 128, &size));
-  const Numbers more(ncclepInt32, {size});
+  const Numbers more = o.new_routes(kPairs + 1, kAssignments);
   must(ncclepPlanReceive(o.plan, o.group, more, kPairs + 1, kAssignments, 8, pointer(kStream)));
   o.dispatch();
   REQUIRE(standin::launched.num_rounds == 1);
 
   // Windows grow between two plans.  The first plan in new ones waits for no routes of the one
   // before; and what was one round before is as many as the new size needs.
-  reserve(o, 1024, 2 * kLongHidden);
+  o.reserve(1024, 2 * kLongHidden);
   make_calls(o, 1024);
   REQUIRE(standin::launched.received == 0 && standin::launched.num_rounds == 1);
   const std::size_t least = o.info().num_bytes;
-  reserve(o, 1024, 16 * kLongHidden);
+  o.reserve(1024, 16 * kLongHidden);
   make_calls(o, 1024);
   REQUIRE(standin::launched.received == 0 && standin::launched.num_rounds > 1);
   REQUIRE(o.info().num_bytes < 8 * least);
@@ -63,9 +57,52 @@ void domains() {
   const int before = standin::launched.num_closes;
   o.group->group->release_windows();
   REQUIRE(standin::launched.num_closes == before + 1);
-  reserve(o, 1024, 16 * kLongHidden);
+  o.reserve(1024, 16 * kLongHidden);
   make_calls(o, 1024);
   REQUIRE(standin::launched.received == 0 && standin::launched.num_rounds > 1);
   o.close();
   REQUIRE(standin::launched.num_closes == before + 3);
+}
+
+// A process that hands the GPU to another one and takes it back, 50 times: windows are gone in
+// between, and a plan that was made before is as good afterwards.
+void phases() {
+  Objects o;
+  o.make();
+  ncclep::native::Group& group = *o.group->group;
+  o.make_plan(kRows);
+  must(ncclepLowLatencyDestroy(std::exchange(o.low_latency, nullptr)));
+  const std::size_t held = o.info().num_bytes;
+  const int allocations = standin::num_allocations();
+  for (int phase = 0; phase < 50; ++phase) {
+    o.dispatch();
+    group.release_windows();
+    group.release_windows();  // there is nothing left to give back
+    REQUIRE(o.info().num_bytes == 0 && fake_num_open_windows() == 0);
+    must_refuse([&] { o.dispatch(); });
+    std::int64_t size = 0;  // the memory of a combine is allocated before there are windows for it
+    must(ncclepCombineScratch(o.group, o.plan, 8, 64, &size));
+    REQUIRE(size == kPairs);
+    o.reserve(kTokens);
+    REQUIRE(o.info().num_bytes == held && standin::num_allocations() == allocations);
+  }
+  // Graphs that held calls were dropped: windows may change again, and may not under new graphs.
+  standin::capture(kStream);
+  o.dispatch();
+  standin::capture(0);
+  REQUIRE(o.info().was_captured);
+  group.release_windows();
+  REQUIRE(!o.info().was_captured);
+  o.reserve(800);
+  // Kernels that have yet to run use the windows, which stay.
+  standin::hold(kStream);
+  o.dispatch();
+  bool is_late = false;
+  try {
+    group.release_windows();
+  } catch (const ncclep::PeerError&) {
+    is_late = true;
+  }
+  REQUIRE(is_late && fake_num_open_windows() == 2);
+  standin::release();
 }
