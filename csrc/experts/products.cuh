@@ -242,6 +242,7 @@ __device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared)
   if (threadIdx.x >= kMultipliers * 128) {
     hopper::lower_registers<40>();
     if (threadIdx.x == kMultipliers * 128) load_tiles<kIsWeights>(maps, gemm, shared, cta);
+    __syncwarp();  // before the barrier, at which a warp's threads must come together
   } else {
     hopper::raise_registers<232>();
     multiply_tiles<kIsWeights>(gemm, shared, cta);
