@@ -46,22 +46,30 @@ __device__ inline Eight load_eight(const __nv_bfloat16* from, bool is_valid) {
   return {is_valid ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0}};
 }
 
+// Calls `fill(r, row, is_valid, values[r])` for each of this thread's rows of a block, which may
+// lie after the block's last one.
+template <typename Fill>
+__device__ inline void fill_rows(Values& values, const RowBlock& block, Fill&& fill) {
+  const Part part;
+#pragma unroll
+  for (int r = 0; r < kPart; ++r) {
+    fill(r, static_cast<std::int64_t>(block.first_row) + part.row + r,
+         part.row + r < block.num_rows, values[r]);
+  }
+}
+
 __device__ inline void quantize_rows(const Rows& from, const Fp8Rows& to, TileShared& shared) {
   const TileAt at(to.columns);
   const RowBlock block = block_of(from.offsets, from.num_experts, at.block);
   if (block.number < 0) return;
-  const Part part;
-  const int column = at.column;
+  const __nv_bfloat16* first = from.values + at.column + Part().column;
   Values values;
+  fill_rows(values, block, [&](int, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
+    const Eight eight = load_eight(first + row * to.columns, is_valid);
 #pragma unroll
-  for (int r = 0; r < kPart; ++r) {
-    const std::int64_t row = block.first_row + part.row + r;
-    const Eight eight = load_eight(from.values + row * to.columns + column + part.column,
-                                   part.row + r < block.num_rows);
-#pragma unroll
-    for (int c = 0; c < kPart; ++c) values[r][c] = eight[c];
-  }
-  quantize(values, to, block, column, shared);
+    for (int c = 0; c < kPart; ++c) to_row[c] = eight[c];
+  });
+  quantize(values, to, block, at.column, shared);
 }
 
 __device__ inline float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
@@ -71,21 +79,16 @@ __device__ inline void quantize_swiglu(const Swiglu& from, const Fp8Rows& to, Ti
   const TileAt at(from.columns);
   const RowBlock block = block_of(from.offsets, from.num_experts, at.block);
   if (block.number < 0) return;
-  const Part part;
-  const int column = at.column;
+  const __nv_bfloat16* first = from.inputs + at.column + Part().column;
   Values values;
-#pragma unroll
-  for (int r = 0; r < kPart; ++r) {
-    const std::int64_t row = block.first_row + part.row + r;
-    const bool is_valid = part.row + r < block.num_rows;
-    const __nv_bfloat16* inputs = from.inputs + row * 2 * from.columns + column + part.column;
-    const Eight gate = load_eight(inputs, is_valid);
-    const Eight up = load_eight(inputs + from.columns, is_valid);
+  fill_rows(values, block, [&](int, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
+    const Eight gate = load_eight(first + row * 2 * from.columns, is_valid);
+    const Eight up = load_eight(first + (row * 2 + 1) * from.columns, is_valid);
     const float prob = is_valid ? from.probs[row] : 0;
 #pragma unroll
-    for (int c = 0; c < kPart; ++c) values[r][c] = gate[c] * sigmoid(gate[c]) * up[c] * prob;
-  }
-  quantize(values, to, block, column, shared);
+    for (int c = 0; c < kPart; ++c) to_row[c] = gate[c] * sigmoid(gate[c]) * up[c] * prob;
+  });
+  quantize(values, to, block, at.column, shared);
 }
 
 // The gradients of the inputs: two tiles, of the gates and of the values, [num_rows, 2 columns].
@@ -94,30 +97,26 @@ __device__ inline void quantize_swiglu_grads(const Swiglu& from, const Fp8Rows& 
   const TileAt at(from.columns);
   const RowBlock block = block_of(from.offsets, from.num_experts, at.block);
   if (block.number < 0) return;
-  const Part part;
-  const int column = at.column;
+  const __nv_bfloat16* first = from.inputs + at.column + Part().column;
+  const __nv_bfloat16* grads = from.grads + at.column + Part().column;
+  float* prob_grads = from.prob_grads + std::int64_t{at.column / kBlock} * from.probs_pitch;
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {  // again from the caches: both do not fit into registers
     Values values;
-#pragma unroll
-    for (int r = 0; r < kPart; ++r) {
-      const std::int64_t row = block.first_row + part.row + r;
-      const bool is_valid = part.row + r < block.num_rows;
-      const __nv_bfloat16* inputs = from.inputs + row * 2 * from.columns + column + part.column;
-      const Eight gate = load_eight(inputs, is_valid);
-      const Eight up = load_eight(inputs + from.columns, is_valid);
-      const Eight grad =
-          load_eight(from.grads + row * from.columns + column + part.column, is_valid);
+    fill_rows(values, block, [&](int r, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
+      const Eight gate = load_eight(first + row * 2 * from.columns, is_valid);
+      const Eight up = load_eight(first + (row * 2 + 1) * from.columns, is_valid);
+      const Eight grad = load_eight(grads + row * from.columns, is_valid);
       const float prob = is_valid ? from.probs[row] : 0;
       float of_prob = 0;
 #pragma unroll
       for (int c = 0; c < kPart; ++c) {
         const float s = sigmoid(gate[c]), silu = gate[c] * s, of_result = grad[c] * prob;
         if (half == 0) {
-          values[r][c] = of_result * up[c] * (s + silu * (1 - s));
+          to_row[c] = of_result * up[c] * (s + silu * (1 - s));
           of_prob += grad[c] * silu * up[c];
         } else {
-          values[r][c] = of_result * silu;
+          to_row[c] = of_result * silu;
         }
       }
       if (half == 0) {
@@ -125,12 +124,10 @@ __device__ inline void quantize_swiglu_grads(const Swiglu& from, const Fp8Rows& 
         for (int lanes = 1; lanes < 16; lanes *= 2) {
           of_prob += __shfl_xor_sync(~0u, of_prob, lanes);
         }
-        if (static_cast<int>(threadIdx.x % 16) == r && is_valid) {
-          from.prob_grads[std::int64_t{at.column / kBlock} * from.probs_pitch + row] = of_prob;
-        }
+        if (static_cast<int>(threadIdx.x % 16) == r && is_valid) prob_grads[row] = of_prob;
       }
-    }
-    quantize(values, to, block, column + half * from.columns, shared);
+    });
+    quantize(values, to, block, at.column + half * from.columns, shared);
   }
 }
 

@@ -56,7 +56,7 @@ MISTAKES = {
         "lanes < 8"), "quantized", "rows, by rows: "),
     "rows after an expert's last one are not zeros": (Change(
         "experts/quantize.cuh",
-        "column + part.column,\n                                   «part.row + r < block.num_rows»",
+        "load_eight(first + row * to.columns, «is_valid»)",
         "row < from.offsets[from.num_experts]"), "quantized", "rows, transposed: "),
     "a transposed row is not where it is looked for": (Change(
         "experts/fp8_tile.cuh", "second = bytes[«(piece + 1) ^ swizzle»]",
