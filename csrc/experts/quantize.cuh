@@ -58,17 +58,22 @@ __device__ inline void fill_rows(Values& values, const RowBlock& block, Fill&& f
   }
 }
 
+// The thread's rows of a block of bf16 [rows, pitch]; `first`: its first column, in row 0.
+__device__ inline void load_rows(Values& values, const RowBlock& block, const __nv_bfloat16* first,
+                                 int pitch) {
+  fill_rows(values, block, [&](int, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
+    const Eight eight = load_eight(first + row * pitch, is_valid);
+#pragma unroll
+    for (int c = 0; c < kPart; ++c) to_row[c] = eight[c];
+  });
+}
+
 __device__ inline void quantize_rows(const Rows& from, const Fp8Rows& to, TileShared& shared) {
   const TileAt at(to.columns);
   const RowBlock block = block_of(from.offsets, from.num_experts, at.block);
   if (block.number < 0) return;
-  const __nv_bfloat16* first = from.values + at.column + Part().column;
   Values values;
-  fill_rows(values, block, [&](int, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
-    const Eight eight = load_eight(first + row * to.columns, is_valid);
-#pragma unroll
-    for (int c = 0; c < kPart; ++c) to_row[c] = eight[c];
-  });
+  load_rows(values, block, from.values + at.column + Part().column, to.columns);
   quantize(values, to, block, at.column, shared);
 }
 
@@ -142,22 +147,14 @@ struct Weights {
 
 // A block of 128 x 128 has one scale.
 __device__ inline void quantize_weights(const Weights& job, TileShared& shared) {
-  const Part part;
   const TileAt at(job.columns);
   const int rows_of_expert = job.rows / kBlock, expert = at.block / rows_of_expert;
   const int block = at.block % rows_of_expert, num_columns = job.columns / kBlock;
   const std::int64_t of_expert = static_cast<std::int64_t>(expert) * job.rows * job.columns;
-  const std::int64_t first =
-      of_expert + static_cast<std::int64_t>(block) * kBlock * job.columns + at.column;
+  const std::int64_t first = static_cast<std::int64_t>(at.block) * kBlock * job.columns + at.column;
   Values values;
-#pragma unroll
-  for (int r = 0; r < kPart; ++r) {
-    const Eight eight = load_eight(
-        job.values + first + static_cast<std::int64_t>(part.row + r) * job.columns + part.column,
-        true);
-#pragma unroll
-    for (int c = 0; c < kPart; ++c) values[r][c] = eight[c];
-  }
+  load_rows(values, {at.block * kBlock, kBlock, at.block}, job.values + at.column + Part().column,
+            job.columns);
   float amax[kPart];
   find_columns(values, shared, amax);
   float most = 0;

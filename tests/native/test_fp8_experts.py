@@ -56,8 +56,9 @@ MISTAKES = {
         "lanes < 8"), "quantized", "rows, by rows: "),
     "rows after an expert's last one are not zeros": (Change(
         "experts/quantize.cuh",
-        "load_eight(first + row * to.columns, «is_valid»)",
-        "row < from.offsets[from.num_experts]"), "quantized", "rows, transposed: "),
+        "load_rows(values, «block», from.values",
+        "RowBlock{block.first_row, min(kBlock, from.offsets[from.num_experts] - block.first_row), "
+        "block.number}"), "quantized", "rows, transposed: "),
     "a transposed row is not where it is looked for": (Change(
         "experts/fp8_tile.cuh", "second = bytes[«(piece + 1) ^ swizzle»]",
         "(piece ^ swizzle) + 1"), "quantized", "rows, transposed: "),
