@@ -47,11 +47,13 @@ __device__ inline void arrive_and_expect(std::uint64_t* barrier, int bytes) {
       : "memory");
 }
 
-// Arrives at the barrier at the same address in CTA `rank` of the cluster.
+// Arrives at the barrier at the same address in CTA `rank` of the cluster.  What it releases are
+// reads: that they are done is all that a copy into their place needs, and a release that the whole
+// cluster sees would wait for all writes of the thread, as far as the L2 cache.
 __device__ inline void arrive_at(std::uint64_t* barrier, int rank) {
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(
+      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(
           shared_address(barrier)),
       "r"(rank)
       : "memory");
@@ -62,7 +64,7 @@ __device__ inline void wait(std::uint64_t* barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
@@ -111,7 +113,8 @@ __device__ inline void lower_registers() {
 __device__ inline std::uint64_t describe(const void* rows) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kGroupBytes = std::uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kGroupBytes | (std::uint64_t{1} << 16) | (shared_address(rows) >> 4);
+  // In a cluster, an address has the CTA's number above these bits.
+  return kSwizzle128 | kGroupBytes | (std::uint64_t{1} << 16) | (shared_address(rows) & 0x3ffff) >> 4;
 }
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -109,7 +109,7 @@ inline void multiply_rows(const Fp8Rows& a, std::int64_t num_rows, const std::ui
                           int columns, __nv_bfloat16* out, int num_sms, cudaStream_t stream) {
   const GemmMaps maps{map_of_fp8(a.rows, a.columns, num_rows),
                       map_of_fp8(b, a.columns, std::int64_t{num_experts} * columns),
-                      map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, kTileRows),
+                      map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, kScalesOfA),
                       {}};
   const Gemm gemm{offsets, num_experts, 0, columns, a.columns, scales_b, out, false};
   launch_gemm<RowsShared>(multiply_rows_kernel, maps, gemm, num_sms, stream);
@@ -123,7 +123,7 @@ inline void multiply_for_weights(const Fp8Rows& a, const Fp8Rows& b, const std::
   const std::int64_t width = std::int64_t{a.blocks_pitch} * kBlock;
   const GemmMaps maps{map_of_fp8(a.transposed, width, a.columns),
                       map_of_fp8(b.transposed, width, b.columns),
-                      map_of_scales(a.scales_transposed, a.columns, a.blocks_pitch, kTileRows),
+                      map_of_scales(a.scales_transposed, a.columns, a.blocks_pitch, kScalesOfA),
                       map_of_scales(b.scales_transposed, b.columns, b.blocks_pitch, kTileColumns)};
   const Gemm gemm{offsets, num_experts, a.columns, b.columns, 0, nullptr, out, adds};
   launch_gemm<WeightsShared>(multiply_for_weights_kernel, maps, gemm, num_sms, stream);

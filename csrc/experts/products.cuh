@@ -15,6 +15,10 @@ constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
 constexpr int kGemmThreads = (kMultipliers + 1) * 128;
 constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
 constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
+// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's rows
+// anywhere.
+constexpr int kScalesOfA = kTileRows + 16 / sizeof(float);
+constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes are 128-byte aligned
 constexpr int kWarpOut = 16 * kBlock * 2;  // bytes of a warp's half of bf16 results
 
 struct Gemm {
@@ -29,7 +33,7 @@ struct Gemm {
 
 struct __align__(1024) GemmShared {
   char a[kStages][kBytesOfA], b[kStages][kBytesOfB];
-  float scales_a[kStages][kTileRows];
+  float scales_a[kStages][kPitchOfScales];
   std::uint64_t full[kStages], empty[kStages];
 };
 struct __align__(1024) RowsShared : GemmShared {
@@ -68,7 +72,7 @@ __device__ int first_row(const Tile& tile, int cta) {
 template <bool kIsWeights, typename Shared>
 __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& shared, int cta) {
   constexpr int kHalfBytes = kBytesOfB / kClusterCtas, kHalfRows = kTileColumns / kClusterCtas;
-  constexpr int kScaleBytes = (kTileRows + (kIsWeights ? kTileColumns : 0)) * 4;
+  constexpr int kScaleBytes = (kScalesOfA + (kIsWeights ? kTileColumns : 0)) * 4;
   Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
   Stage stage;
   for (Tile tile; tiles.next(tile);) {
@@ -82,7 +86,7 @@ __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& share
       hopper::load_box(shared.a[s], maps.a, step * kBlock, row, full);
       hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b,
                            step * kBlock, column + cta * kHalfRows, full);
-      hopper::load_box(shared.scales_a[s], maps.scales_a, row, step, full);
+      hopper::load_box(shared.scales_a[s], maps.scales_a, row & ~3, step, full);
       if constexpr (kIsWeights) {
         hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
       }
@@ -158,6 +162,8 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
   Stage stage;
   for (Tile tile; tiles.next(tile);) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
+    const int row = first_row<kIsWeights>(tile, cta) + own_row;
+    const int own_scale = own_row + lane / 4 + row % 4;
     const float* scales_b = nullptr;  // of the two halves: of weights
     const int num_blocks = gemm.depth / kBlock;
     if constexpr (!kIsWeights) {
@@ -181,8 +187,7 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
       }
       const int s = stage.index;
       hopper::wait(&shared.full[s], stage.parity);
-      const float of_rows[2] = {shared.scales_a[s][own_row + lane / 4],
-                                shared.scales_a[s][own_row + lane / 4 + 8]};
+      const float of_rows[2] = {shared.scales_a[s][own_scale], shared.scales_a[s][own_scale + 8]};
       const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
@@ -208,7 +213,6 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
         if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
       }
     }
-    const int row = first_row<kIsWeights>(tile, cta) + own_row;
     const auto write = [&](const float (&sums)[64], int column) {
       if constexpr (kIsWeights) {
         if (first == end && gemm.adds) return;

@@ -43,8 +43,7 @@ MISTAKES = {
     "rows of the next expert are overwritten": (Change(
         "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
     "all rows have the scale of the upper half": (Change(
-        "experts/products.cuh", "shared.scales_a[s][«own_row + lane / 4 + 8»]",
-        "own_row + lane / 4"), "products", "rows: "),
+        "experts/products.cuh", "shared.scales_a[s][«own_scale + 8»]", "own_scale"), "products", "rows: "),
     "an expert's last block is taken for the next one's first": (Change(
         "experts/tiles.cuh", "«(num_rows + kBlock - 1)» / kBlock;", "num_rows"),
         "products", "weights: "),

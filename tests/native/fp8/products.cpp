@@ -46,7 +46,7 @@ void check_rows(const Experts& experts) {
                                  {kUntouched});
   const GemmMaps maps{map_of(a, kDepth, rows, kBlock, kTileRows),
                       map_of(b, kDepth, experts.size() * kColumns, kBlock, kTileColumns / 2),
-                      map_of(scales_a, pitch, kDepth / kBlock, kTileRows, 1),
+                      map_of(scales_a, pitch, kDepth / kBlock, kScalesOfA, 1),
                       {}};
   const Gemm gemm{experts.offsets.data(), experts.size(), 0,    kColumns, kDepth,
                   scales_b.data(),        out.data(),     false};
@@ -84,7 +84,7 @@ void check_weights(const Experts& experts, bool adds) {
   std::vector<float> out(static_cast<std::size_t>(experts.size()) * kRows * kColumns, kBefore);
   const GemmMaps maps{map_of(a, width, kRows, kBlock, kTileRows),
                       map_of(b, width, kColumns, kBlock, kTileColumns / 2),
-                      map_of(scales_a, kRows, experts.num_blocks(), kTileRows, 1),
+                      map_of(scales_a, kRows, experts.num_blocks(), kScalesOfA, 1),
                       map_of(scales_b, kColumns, experts.num_blocks(), kTileColumns, 1)};
   const Gemm gemm{
       experts.offsets.data(), experts.size(), kRows, kColumns, 0, nullptr, out.data(), adds};

@@ -139,6 +139,7 @@ inline void wait(std::uint64_t* barrier, int parity) {
 inline void load_box_for(std::uint16_t ctas, void* shared, const CUtensorMap& map, int x, int y,
                          std::uint64_t* full) {
   EMU_REQUIRE(shared_address(shared) % (map.is_swizzled ? 1024 : 128) == 0);
+  EMU_REQUIRE(x * map.element % 16 == 0);  // a GPU calls it an illegal instruction
   for (int rank = 0; rank < kCtas; ++rank) {
     if (ctas >> rank & 1) {
       copies.push_back({at_rank(static_cast<char*>(shared), rank), map, x, y,
