@@ -46,6 +46,29 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2) quantize_weights_kernel(W
   quantize_weights(job, shared);
 }
 
+// Each quantises what its kernel does.  `to.blocks_pitch`: at least as many blocks as the experts'
+// rows have, so that the host need not know their offsets.
+inline void quantize_rows(const Rows& from, const Fp8Rows& to, cudaStream_t stream) {
+  const int tiles = to.blocks_pitch * (to.columns / kBlock);
+  quantize_rows_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
+  cuda_check(cudaGetLastError(), "launching the quantisation of rows");
+}
+inline void quantize_swiglu(const Swiglu& from, const Fp8Rows& to, cudaStream_t stream) {
+  const int tiles = to.blocks_pitch * (from.columns / kBlock);
+  quantize_swiglu_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
+  cuda_check(cudaGetLastError(), "launching SwiGLU in FP8");
+}
+inline void quantize_swiglu_grads(const Swiglu& from, const Fp8Rows& to, cudaStream_t stream) {
+  const int tiles = to.blocks_pitch * (from.columns / kBlock);
+  quantize_swiglu_grads_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
+  cuda_check(cudaGetLastError(), "launching SwiGLU's gradients in FP8");
+}
+inline void quantize_weights(const Weights& job, int num_experts, cudaStream_t stream) {
+  const int tiles = num_experts * (job.rows / kBlock) * (job.columns / kBlock);
+  quantize_weights_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(job);
+  cuda_check(cudaGetLastError(), "launching the quantisation of weights");
+}
+
 // The tensor map of a matrix; a box is what one copy moves.
 inline CUtensorMap map_of(const void* matrix, CUtensorMapDataType type, int itemsize,
                           std::int64_t width, std::int64_t height, int box_width, int box_height) {

@@ -182,8 +182,7 @@ struct Matrix {  // of weights, [num_experts * rows, columns]
     fill<<<1024, 256>>>(const_cast<bf16*>(job.values), size, 1 / std::sqrt(columns), seed);
   }
   void quantize() const {
-    const int tiles = experts * (rows / kBlock) * (columns / kBlock);
-    quantize_weights_kernel<<<tiles, kQuantizeThreads>>>(job);
+    quantize_weights(job, experts, nullptr);
   }
   int experts, rows, columns;
   Weights job;
@@ -226,7 +225,6 @@ void run(const Shape& shape, int num_sms) {
   const Fp8Rows of_inputs = target(2 * ffn);
   const Swiglu swiglu{inputs,  probs,       grads, alloc<float>(std::int64_t{ffn} / kBlock * pitch),
                       offsets, num_experts, ffn,   pitch};
-  const int wide = blocks * (hidden / kBlock), narrow = blocks * (ffn / kBlock);
   const auto multiply = [&](const Fp8Rows& a, const std::uint8_t* b, const float* scales,
                             int columns, bf16* out) {
     multiply_rows(a, num_rows, b, scales, offsets, num_experts, columns, out, num_sms, nullptr);
@@ -248,22 +246,22 @@ void run(const Shape& shape, int num_sms) {
   const double size = static_cast<double>(hidden) * ffn;
   const std::vector<Step> steps{
       {"quantise rows",
-       [&] { quantize_rows_kernel<<<wide, kQuantizeThreads>>>({x, offsets, num_experts}, x8); },
+       [&] { quantize_rows({x, offsets, num_experts}, x8, nullptr); },
        [&] { check_quantized<<<grid, 128>>>(x, x8, offsets, num_experts, worst); }, 0},
       {"fc1", [&] { multiply(x8, fc1.job.fp8, fc1.job.scales, 2 * ffn, inputs); },
        [&] { rows_checked(x8, fc1.job.fp8, fc1.job.scales, 2 * ffn, inputs); }, 2 * size},
-      {"SwiGLU", [&] { quantize_swiglu_kernel<<<narrow, kQuantizeThreads>>>(swiglu, activated); },
+      {"SwiGLU", [&] { quantize_swiglu(swiglu, activated, nullptr); },
        [] {}, 0},
       {"fc2", [&] { multiply(activated, fc2.job.fp8, fc2.job.scales, hidden, y); },
        [&] { rows_checked(activated, fc2.job.fp8, fc2.job.scales, hidden, y); }, size},
       {"quantise gradients",  // of the rows' values
-       [&] { quantize_rows_kernel<<<wide, kQuantizeThreads>>>({x, offsets, num_experts}, y8); },
+       [&] { quantize_rows({x, offsets, num_experts}, y8, nullptr); },
        [&] { check_quantized<<<grid, 128>>>(x, y8, offsets, num_experts, worst); }, 0},
       {"fc2's input",
        [&] { multiply(y8, fc2.job.transposed, fc2.job.scales_transposed, ffn, grads); },
        [&] { rows_checked(y8, fc2.job.transposed, fc2.job.scales_transposed, ffn, grads); }, size},
       {"SwiGLU's gradients",
-       [&] { quantize_swiglu_grads_kernel<<<narrow, kQuantizeThreads>>>(swiglu, of_inputs); },
+       [&] { quantize_swiglu_grads(swiglu, of_inputs, nullptr); },
        [] {}, 0},
       {"fc1's input",
        [&] { multiply(of_inputs, fc1.job.transposed, fc1.job.scales_transposed, hidden, y); },
@@ -320,7 +318,8 @@ int main(int argc, char** argv) {
   cuda_check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "the GPU");
   for (const Shape& shape : {
            Shape{"odd", {129, 0, 1, 300, 128, 1000}, 512, 256},
-           Shape{"qwen3-30b, 1 of 8", even(16, 2048), 2048, 768},
+           Shape{"qwen3-30b, 1 of 8", even(16, 4096), 2048, 768},
+           Shape{"gpt-oss, 3072 wide", even(16, 1024), 3072, 3072},
            Shape{"qwen3-235b, 1 of 8", even(16, 2048), 4096, 1536},
            Shape{"deepseek-v3, 1 of 8, 4096 tokens", even(32, 1024), 7168, 2048},
            Shape{"deepseek-v3, 1 of 8, 16384 tokens", even(32, 4096), 7168, 2048},
