@@ -162,7 +162,7 @@ class BuildExtension(build_ext):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             commands = [headers + special.get(path.parent, options) for path in kernels]
             make = partial(self.compile_kernels, home, folder, forced)
-            objects = dict(zip(kernels, pool.map(make, commands, kernels)))
+            objects = dict(zip(kernels, pool.map(make, commands, kernels), strict=True))
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),

@@ -127,9 +127,7 @@ class Fp8Products:
         num_rows, ffn = grad.shape
         # Adding up each block's sum in order gives the same bits every time.
         sums = torch.empty(ffn // BLOCK, num_rows, dtype=torch.float32, device=grad.device)
-        _call(
-            "fp8_swiglu_gradients", gate_up, probs, grad, ends, sums, *made, self.powers_of_two
-        )
+        _call("fp8_swiglu_gradients", gate_up, probs, grad, ends, sums, *made, self.powers_of_two)
         return made, sums.sum(dim=0)
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> Fp8Weights:
@@ -192,9 +190,7 @@ class Fp8Products:
         """
         assert grad.transposed is not None
         assert rows.transposed is not None
-        is_direct = (
-            isinstance(out, Tensor) and out.dtype is torch.float32 and out.is_contiguous()
-        )
+        is_direct = isinstance(out, Tensor) and out.dtype is torch.float32 and out.is_contiguous()
         shape = (len(ends) - 1, len(grad.transposed), len(rows.transposed))
         sums: Any = out
         if not is_direct:
@@ -204,9 +200,9 @@ class Fp8Products:
         )  # fmt: skip
         _call("fp8_multiply_for_weights", *operands, ends, sums, adds and is_direct)
         if is_direct:
-            return sums  # type: ignore[no-any-return]
+            return sums
         if out is None:
-            return sums.to(dtype)  # type: ignore[no-any-return]
+            return sums.to(dtype)
         pairs = [(out, sums)] if isinstance(out, Tensor) else zip(out, sums, strict=True)
         for each, gradient in pairs:
             each.add_(gradient) if adds else each.copy_(gradient)

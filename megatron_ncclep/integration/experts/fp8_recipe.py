@@ -76,8 +76,8 @@ def powers_of_two_in_use(config: Any) -> bool | None:
         or getattr(recipe, "backward_override", None) is not None
     ):
         raise unsupported(
-            f"fp8_autocast with {recipe!r}: use Float8BlockScaling of {FP8_FORMAT} with its default "
-            f"blocks, and leave NVTE_BACKWARD_OVERRIDE out; {OTHER_FP8}"
+            f"fp8_autocast with {recipe!r}: use Float8BlockScaling of {FP8_FORMAT} with its "
+            f"default blocks, and leave NVTE_BACKWARD_OVERRIDE out; {OTHER_FP8}"
         )
     return bool(powers.pop())
 

@@ -103,9 +103,7 @@ class _Fp8SwigluExperts(torch.autograd.Function):
         out = products.multiply(activated, layer.fc2.weights, layer.fc2.scales, ends)
         # The weights too, although backward reads only their main_grads: changed before backward,
         # they are an error of torch's.
-        ctx.save_for_backward(
-            *quantised[2:], *activated[2:], gate_up, scale, ends, *weights
-        )
+        ctx.save_for_backward(*quantised[2:], *activated[2:], gate_up, scale, ends, *weights)
         ctx.layer, ctx.probs_dtype = layer, probs.dtype
         return out
 
@@ -149,9 +147,7 @@ class _Fp8SwigluExperts(torch.autograd.Function):
                     of_gate_up, layer.fc1.transposed, layer.fc1.scales_transposed, ends
                 )
             if trains_fc1:
-                product = partial(
-                    products.weight_gradients, of_gate_up, rows, ends, fc1[0].dtype
-                )
+                product = partial(products.weight_gradients, of_gate_up, rows, ends, fc1[0].dtype)
                 fc1_grads = store_weight_gradients(fc1, fc1_trained, product, layer.target)
         return rows_grad, probs_grad, None, None, None, *fc1_grads, *fc2_grads
 

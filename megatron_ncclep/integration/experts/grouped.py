@@ -59,6 +59,7 @@ class GroupedExperts:
 
     config: Any
     num_local_experts: int
+    training: bool
     _products: QuackProducts | None = None
     _has_products: bool | None = None
     _step_weights: StepWeights | None = None  # in FP8
