@@ -122,13 +122,15 @@ def test_quantisation_refuses(ends: Tensor) -> None:
     refused(
         "fp8_quantize_rows",
         {"values": values, **place, **state},
-        {"values": [values.float(), values[:-1], values.flatten(), odd], "offsets": OFFSETS, **wrong},
+        {"values": [values.float(), values[:-1], values.flatten(), odd], "offsets": OFFSETS}
+        | wrong,
     )  # fmt: skip
     place, wrong = of_rows(FFN)
     gate_up, probs = torch.zeros(NUM_ROWS, 2 * FFN, dtype=BF16), torch.zeros(NUM_ROWS)
     inputs = {"gate_up": gate_up, "probs": probs}
     of_inputs = {"gate_up": [gate_up.float(), gate_up[:-1], gate_up.flatten()],
-                 "probs": [probs[:-1], probs.double(), probs[:, None]], "offsets": OFFSETS}  # fmt: skip
+                 "probs": [probs[:-1], probs.double(), probs[:, None]],
+                 "offsets": OFFSETS}  # fmt: skip
     refused("fp8_swiglu", {**inputs, **place, **state}, {**of_inputs, **wrong})
     place, wrong = of_rows(2 * FFN)
     grads, sums = torch.zeros(NUM_ROWS, FFN, dtype=BF16), torch.zeros(FFN // BLOCK, NUM_ROWS)
@@ -177,5 +179,6 @@ def test_products_refuse(ends: Tensor) -> None:
          "out": sums, "adds": True, "stream": STREAM},
         {"a": [transposed[:-1], transposed.int()], "a_scales": [of_blocks[:1], of_longer],
          "b": [longer], "b_scales": [of_longer, of_b.double()], "offsets": [*OFFSETS, ends[:-1]],
-         "out": [sums[:-1], sums.bfloat16(), sums[:, :384].contiguous(), sums[..., :128].contiguous()]},
+         "out": [sums[:-1], sums.bfloat16(), sums[:, :384].contiguous(),
+                 sums[..., :128].contiguous()]},
     )  # fmt: skip
