@@ -238,10 +238,14 @@ FP8_DISTANCE = 2**-3
 
 
 @pytest.mark.alone
-def test_layers(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers(ctx: RankContext) -> None:
     """A whole layer in FP8, near its results in bf16 and not equal; kernels as they should be."""
     initialize(ep=1)
-    kernels = stand_in(monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        compare_layers(patch, stand_in(patch))
+
+
+def compare_layers(patch: pytest.MonkeyPatch, kernels: TorchFp8Kernels) -> None:
     layer = new_layer(kernels)
     hidden, probe = drawn(5, 2, 24, 1, WIDTH)
     hidden, probe = hidden.bfloat16(), probe.float()
@@ -250,7 +254,7 @@ def test_layers(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     with autocast(State()):
         with pytest.raises(UnsupportedError, match="FP8 on a CPU: it has no such products"):
             layer(hidden)
-        monkeypatch.setattr(grouped, "fp8_unavailable", lambda *_: None)
+        patch.setattr(grouped, "fp8_unavailable", lambda *_: None)
         for quantised in (2, 0):  # matrices of weights, in two micro-batches of a step
             kernels.calls.clear()
             found = a_pass(layer, hidden, probe)
@@ -269,29 +273,28 @@ def test_layers(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.alone
-def test_recomputed_activations(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_activations(ctx: RankContext) -> None:
     """With moe_act, SwiGLU runs again in backward: the same bits."""
-    initialize(ep=1)
-    kernels = stand_in(monkeypatch)
-    monkeypatch.setattr(grouped, "fp8_unavailable", lambda *_: None)
     hidden, probe = drawn(5, 2, 24, 1, WIDTH)
     results, runs = [], []
-    for options in ({}, selective("moe_act")):
-        initialize(ep=1)
-        torch.manual_seed(3)
-        layer = new_layer(kernels, **options)
-        with autocast(State()):
-            results.append(a_pass(layer, hidden.bfloat16(), probe.float()))
-        runs.append(kernels.calls.count("fp8_swiglu"))
+    with pytest.MonkeyPatch.context() as patch:
+        kernels = stand_in(patch)
+        patch.setattr(grouped, "fp8_unavailable", lambda *_: None)
+        for options in ({}, selective("moe_act")):
+            initialize(ep=1)
+            layer = new_layer(kernels, **options)
+            with autocast(State()):
+                results.append(a_pass(layer, hidden.bfloat16(), probe.float()))
+            runs.append(kernels.calls.count("fp8_swiglu"))
     assert runs == [1, 2]
     for name, one in results[0].items():
         assert torch.equal(one, results[1][name]), name
 
 
 @pytest.mark.alone
-def test_adapters_are_refused(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_refused(ctx: RankContext) -> None:
     initialize(ep=1)
-    layer = new_layer(stand_in(monkeypatch))
+    layer = new_layer(TorchFp8Kernels())
     wrap(layer, [], of_bridge("of one"))
     with pytest.raises(UnsupportedError, match="adapters are computed in bf16 only"):
         layer(drawn(5, 1, 8, 1, WIDTH)[0].bfloat16())
