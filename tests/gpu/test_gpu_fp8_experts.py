@@ -201,10 +201,8 @@ class Experts:
         for tensor in (self.rows, self.grad, self.probs):
             tensor[self.used :] = torch.nan
         self.offsets = torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
-        stacks = (
-            draw(14, number, 2 * FFN, HIDDEN, scale=0.05),
-            draw(15, number, HIDDEN, FFN, scale=0.07),
-        )
+        shapes = ((number, 2 * FFN, HIDDEN), (number, HIDDEN, FFN))
+        stacks = [draw(14 + i, *shape, scale=0.06) for i, shape in enumerate(shapes)]
         self.fc1, self.fc2 = ([torch.nn.Parameter(weight) for weight in stack] for stack in stacks)
         for weights in (self.fc1, self.fc2):
             lay_out(weights)
@@ -229,9 +227,7 @@ class Experts:
         out.backward(self.grad)
         return out.detach()
 
-    def run(
-        self, target: GradientTarget = INTO_MAIN_GRAD, recomputes: bool = False
-    ) -> list[Tensor]:
+    def run(self, target: GradientTarget = INTO_MAIN_GRAD, recomputes: bool = False) -> list[Any]:
         """Output, and gradients of the rows and probabilities that belong to an expert."""
         rows, probs = self.rows.clone().requires_grad_(), self.probs.clone().requires_grad_()
         out = self.passes(rows, probs, target, recomputes)
@@ -266,7 +262,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[bool]:
-    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+    return list(map(torch.equal, found, expected))
 
 
 def test_the_layer(ctx: RankContext) -> None:
