@@ -25,7 +25,7 @@ from megatron_ncclep.integration.experts.fp8_products import Fp8Products
 from megatron_ncclep.integration.experts.fp8_swiglu import Fp8Layer, fp8_swiglu_experts
 from megatron_ncclep.integration.experts.main_grad import GradientTarget
 
-HIDDEN, FFN = 256, 128
+HIDDEN, FFN = 256, 384
 SIZES = (3, 0, 129, 1, 16, 128)
 REST = 5  # rows after the last block, all NaN
 STUB = Path(__file__).parents[3] / "megatron_ncclep" / "_C.pyi"
@@ -58,6 +58,9 @@ class Problem:
         self.fc1 = [nn.Parameter(draw(2 * FFN, HIDDEN, scale=0.06)) for _ in range(number)]
         self.fc2 = [nn.Parameter(draw(HIDDEN, FFN, scale=0.09)) for _ in range(number)]
         for weights in (self.fc1, self.fc2):
+            for weight in weights:  # blocks of 128 x 128 have different scales
+                weight.data[:128] *= 4
+                weight.data[:, :128] *= 0.5
             lay_out(weights)
 
     def give_main_grads(self, apart: bool = False, value: float = 0.0) -> None:
