@@ -155,12 +155,13 @@ def test_swiglu(ctx: RankContext) -> None:
     assert distance(found_probs[:used], of_probs) < 1e-5
 
 
-def test_products(ctx: RankContext) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, (1,), (0, 3)])
+def test_products(ctx: RankContext, sizes: tuple[int, ...]) -> None:
     """Of any e4m3 numbers, beside fp64 sums of the same."""
-    ends = ends_of(SIZES)
+    ends = ends_of(sizes)
     on_gpu, used, products = torch.tensor(ends, device="cuda").int(), ends[-1], Fp8Products()
     rows, grad = draw(8, used + REST, HIDDEN), draw(9, used + REST, FFN)
-    weights = products.quantize_weights(list(draw(10, len(SIZES), FFN, HIDDEN, scale=0.05)))
+    weights = products.quantize_weights(list(draw(10, len(sizes), FFN, HIDDEN, scale=0.05)))
     values, of_grad = (products.quantize_rows(t, on_gpu) for t in (rows, grad))
     for operand, matrix, scales in (
         (values, weights.weights, weights.scales),
@@ -179,7 +180,7 @@ def test_products(ctx: RankContext) -> None:
         for each in (of_grad, values)
     )
     for adds in (False, True):
-        out = torch.full((len(SIZES), FFN, HIDDEN), 3.0, device="cuda")
+        out = torch.full((len(sizes), FFN, HIDDEN), 3.0, device="cuda")
         products.weight_gradients(of_grad, values, on_gpu, BF16, out, adds)
         for g, (begin, end) in enumerate(pairwise(ends)):
             want = a[begin:end].t() @ b[begin:end] + 3.0 * adds
