@@ -209,6 +209,7 @@ def a_pass(layer: Any, hidden: torch.Tensor, probe: torch.Tensor) -> dict[str, t
 FP8_DISTANCE = 2**-3
 
 
+@pytest.mark.each_release
 @pytest.mark.alone
 def test_layers(ctx: RankContext) -> None:
     """A whole layer in FP8, near its results in bf16 and not equal; kernels as they should be."""
@@ -244,6 +245,7 @@ def compare_layers(patch: pytest.MonkeyPatch, kernels: TorchFp8Kernels) -> None:
         assert 1e-3 < distance < FP8_DISTANCE or name == "router.weight", (name, distance)
 
 
+@pytest.mark.each_release
 @pytest.mark.alone
 def test_recomputed_activations(ctx: RankContext) -> None:
     """With moe_act, SwiGLU runs again in backward: the same bits."""
@@ -263,6 +265,7 @@ def test_recomputed_activations(ctx: RankContext) -> None:
         assert torch.equal(one, results[1][name]), name
 
 
+@pytest.mark.each_release
 @pytest.mark.alone
 def test_adapters_are_refused(ctx: RankContext) -> None:
     initialize(ep=1)
