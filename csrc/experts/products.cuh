@@ -10,16 +10,18 @@
 
 namespace ncclep::experts {
 
-constexpr int kStages = 4;
 constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
 constexpr int kGemmThreads = (kMultipliers + 1) * 128;
 constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
 constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
-// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's rows
-// anywhere.
+// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
+// rows anywhere.
 constexpr int kScalesOfA = kTileRows + 16 / sizeof(float);
 constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes are 128-byte aligned
 constexpr int kWarpOut = 16 * kBlock * 2;  // bytes of a warp's half of bf16 results
+// Floats from a row of a warp's half of a weight gradient to the next one: eight rows begin in
+// different banks.
+constexpr int kPitchOfSums = kBlock + 8;
 
 struct Gemm {
   const std::int32_t* offsets;  // [num_experts + 1]: where each expert's rows begin and end
@@ -31,23 +33,27 @@ struct Gemm {
   bool adds;              // to `out`, fp32
 };
 
+template <int kNumStages>
 struct __align__(1024) GemmShared {
+  static constexpr int kStages = kNumStages;
   char a[kStages][kBytesOfA], b[kStages][kBytesOfB];
   float scales_a[kStages][kPitchOfScales];
   std::uint64_t full[kStages], empty[kStages];
 };
-struct __align__(1024) RowsShared : GemmShared {
+struct __align__(1024) RowsShared : GemmShared<4> {
   char out[kMultipliers * 4][kWarpOut];
 };
-struct __align__(1024) WeightsShared : GemmShared {
+struct __align__(1024) WeightsShared : GemmShared<3> {
   float scales_b[kStages][kTileColumns];
+  float out[kMultipliers * 4][16][kPitchOfSums];
 };
 
 struct GemmMaps {
   CUtensorMap a, b, scales_a, scales_b;
 };
 
-// Where a pipeline of kStages is.
+// Where a pipeline is.
+template <int kStages>
 struct Stage {
   int index = 0, parity = 0;
   __device__ void advance() {
@@ -74,7 +80,7 @@ __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& share
   constexpr int kHalfBytes = kBytesOfB / kClusterCtas, kHalfRows = kTileColumns / kClusterCtas;
   constexpr int kScaleBytes = (kScalesOfA + (kIsWeights ? kTileColumns : 0)) * 4;
   Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
-  Stage stage;
+  Stage<Shared::kStages> stage;
   for (Tile tile; tiles.next(tile);) {
     const int row = first_row<kIsWeights>(tile, cta), end = end_step<kIsWeights>(tile, gemm);
     const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
@@ -138,18 +144,23 @@ __device__ inline void write_rows(const float (&total)[64], char* staging, __nv_
   __syncwarp();
 }
 
-// Writes or adds a warp's 16 x 128 sums to fp32.
-__device__ inline void write_weights(const float (&total)[64], float* out, int columns, bool adds) {
+// Writes or adds a warp's 16 x 128 sums to fp32, a row at once, without waiting until it is done: a
+// thread's additions would hold up the next tile's products for as long as the memory takes.
+__device__ inline void write_weights(const float (&total)[64], float (&staging)[16][kPitchOfSums],
+                                     float* out, int columns, bool adds) {
   const int lane = threadIdx.x % 32;
-  out += static_cast<std::int64_t>(lane / 4) * columns + lane % 4 * 2;
+  hopper::wait_for_reads();  // of what was there before
+  __syncwarp();
 #pragma unroll
   for (int i = 0; i < 64; i += 2) {
-    float* to = out + i / 2 % 2 * 8 * columns + i / 4 * 8;
-    if (adds) {
-      hopper::add_pair(to, total[i], total[i + 1]);  // no other thread adds there
-    } else {
-      *reinterpret_cast<float2*>(to) = float2{total[i], total[i + 1]};
-    }
+    *reinterpret_cast<float2*>(&staging[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2]) =
+        float2{total[i], total[i + 1]};
+  }
+  hopper::show_to_copies();
+  __syncwarp();
+  if (lane < 16) {
+    hopper::store(out + static_cast<std::int64_t>(lane) * columns, staging[lane],
+                  kBlock * sizeof(float), adds);  // no other warp adds there
   }
 }
 
@@ -159,7 +170,7 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_row = warp * 16;  // of the tile: this warp's first one
   Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
-  Stage stage;
+  Stage<Shared::kStages> stage;
   for (Tile tile; tiles.next(tile);) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
     const int row = first_row<kIsWeights>(tile, cta) + own_row;
@@ -219,7 +230,7 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
         float* out = static_cast<float*>(gemm.out) +
                      (static_cast<std::int64_t>(tile.expert) * gemm.rows + row) * gemm.columns +
                      column;
-        write_weights(sums, out, gemm.columns, gemm.adds);
+        write_weights(sums, shared.out[warp], out, gemm.columns, gemm.adds);
       } else {
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(gemm.out) +
                              static_cast<std::int64_t>(row) * gemm.columns + column;
@@ -230,13 +241,14 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
     write(total[0], tile.column);
     write(total[1], tile.column + kBlock);
   }
+  if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
 }
 
 template <bool kIsWeights, typename Shared>
 __device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared) {
   const int cta = hopper::cluster_rank();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
+    for (int s = 0; s < Shared::kStages; ++s) {
       hopper::init_barrier(&shared.full[s], 1);
       hopper::init_barrier(&shared.empty[s], kClusterCtas * kMultipliers * 4);
     }

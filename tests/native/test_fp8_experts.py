@@ -48,19 +48,25 @@ MISTAKES = {
         "experts/tiles.cuh", "«(num_rows + kBlock - 1)» / kBlock;", "num_rows"),
         "products", "weights: "),
     "weights are written, not added": (Change(
-        "experts/products.cuh", "if («adds») {\n      hopper::add_pair", "false"),
+        "experts/products.cuh", "kBlock * sizeof(float), «adds»);", "false"),
+        "products", "weights: "),
+    "sums are overwritten before they are stored": (Change(
+        "experts/products.cuh", "«hopper::wait_for_reads();»  // of what", ""),
         "products", "weights: "),
     "a block's scale is that of a part of it": (Change(
-        "experts/fp8_tile.cuh", "for (int lanes = 1; «lanes < 16»; lanes *= 2) {\n      amax[r]",
-        "lanes < 8"), "quantized", "rows, by rows: "),
+        "experts/fp8_tile.cuh", "own = «join_lanes(amax, hopper::larger)»;", "amax[0]"),
+        "quantized", "rows, by rows: "),
     "rows after an expert's last one are not zeros": (Change(
         "experts/quantize.cuh",
         "load_rows(values, «block», from.values",
         "RowBlock{block.first_row, min(kBlock, from.offsets[from.num_experts] - block.first_row), "
         "block.number}"), "quantized", "rows, transposed: "),
     "a transposed row is not where it is looked for": (Change(
-        "experts/fp8_tile.cuh", "second = bytes[«(piece + 1) ^ swizzle»]",
-        "(piece ^ swizzle) + 1"), "quantized", "rows, transposed: "),
+        "experts/fp8_tile.cuh", "if («swizzle % 2») bytes = uint4", "false"),
+        "quantized", "rows, transposed: "),
+    "a row has the scale of another one": (Change(
+        "experts/fp8_tile.cuh", "own_scale, r / 2 * 8 + «r % 2»)", "0"),
+        "quantized", "rows, by rows: "),
 }
 # fmt: on
 

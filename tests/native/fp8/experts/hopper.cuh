@@ -31,7 +31,26 @@ inline float __shfl_xor_sync(unsigned int, float value, int distance) {
   return __uint_as_float(static_cast<unsigned int>(given[emu::lane() ^ distance]));
 }
 
+inline float __shfl_sync(unsigned int, float value, int lane) {
+  return __uint_as_float(static_cast<unsigned int>(emu::exchange(__float_as_uint(value))[lane]));
+}
+inline std::uint32_t __shfl_xor_sync(unsigned int, std::uint32_t value, int distance) {
+  return static_cast<std::uint32_t>(emu::exchange(value)[emu::lane() ^ distance]);
+}
+
 namespace ncclep::hopper {
+
+inline std::uint32_t to_bf16(float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return pair.x.bits | std::uint32_t{pair.y.bits} << 16;
+}
+inline std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
+  const auto one = [](std::uint32_t x, std::uint32_t y) {
+    const float u = __uint_as_float((x & 0x7fff) << 16), v = __uint_as_float((y & 0x7fff) << 16);
+    return __float_as_uint(std::fmax(u, v)) >> 16;
+  };
+  return one(a, b) | one(a >> 16, b >> 16) << 16;
+}
 
 struct Barrier {
   int arrivals, missing, parity = 0;
@@ -227,9 +246,28 @@ inline void multiply(float (&sums)[64], std::uint64_t a, std::uint64_t b, bool a
   waiting.clear();
 }
 
-inline void add_pair(float* to, float a, float b) {
-  to[0] += a;
-  to[1] += b;
+struct Store {
+  float* to;
+  const float* from;
+  int size;
+  bool adds;
+};
+inline std::map<emu::Fiber*, std::vector<Store>> stores;  // that have not happened
+
+inline void wait_for_reads() {
+  for (const Store& store : stores[&emu::self()]) {
+    for (int i = 0; i < store.size; ++i) {
+      store.to[i] = store.adds ? store.to[i] + store.from[i] : store.from[i];
+    }
+  }
+  stores[&emu::self()].clear();
+}
+inline void show_to_copies() {}
+inline void store(float* to, const float* shared, int bytes, bool adds) {
+  EMU_REQUIRE(reinterpret_cast<std::uintptr_t>(to) % 16 == 0 && bytes % 16 == 0);
+  EMU_REQUIRE(shared_address(shared) % 16 == 0);
+  stores[&emu::self()].push_back({to, shared, bytes / 4, adds});
+  if (emu::draw(2)) wait_for_reads();
 }
 
 }  // namespace ncclep::hopper
