@@ -185,13 +185,7 @@ __device__ inline RowBlock block_of(const std::int32_t* offsets, int num_experts
     const int expert = min(first + lane, num_experts - 1);
     const int begin = offsets[expert], end = offsets[expert + 1];
     const int own = first + lane < num_experts ? (end - begin + kBlock - 1) / kBlock : 0;
-    int end_block = own;  // of all blocks up to this expert's last
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const int before = __shfl_up_sync(~0u, end_block, lanes);
-      if (lane >= lanes) end_block += before;
-    }
-    end_block += end_of_last;
+    const int end_block = end_of_last + sum_to_lane(own);
     const unsigned int beyond = __ballot_sync(~0u, number < end_block);
     if (beyond != 0) {
       const int found = __ffs(static_cast<int>(beyond)) - 1;

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "experts/hopper.cuh"
 #include "experts/tiles.cuh"
@@ -12,7 +13,9 @@ namespace ncclep::experts {
 
 constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
 constexpr int kGemmThreads = (kMultipliers + 1) * 128;
-constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
+constexpr int kPart = 64;  // columns of a product
+constexpr int kParts = kTileColumns / kPart;
+constexpr int kSums = kPart / 2;  // of a thread
 constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
 // Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
 // rows anywhere.
@@ -61,6 +64,13 @@ struct Stage {
   }
 };
 
+// All clusters take every num_clusters()-th tile.
+__device__ inline int cluster_index() { return blockIdx.x / kClusterCtas; }
+__device__ inline int num_clusters() { return gridDim.x / kClusterCtas; }
+__device__ inline bool find_tile(const Gemm& gemm, int index, Tile& tile) {
+  return find_tile(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns, index, tile);
+}
+
 template <bool kIsWeights>
 __device__ int first_step(const Tile& tile) {
   return kIsWeights ? tile.first_block : 0;
@@ -74,17 +84,19 @@ __device__ int first_row(const Tile& tile, int cta) {
   return (kIsWeights ? 0 : tile.first_row) + (tile.pair * kClusterCtas + cta) * kTileRows;
 }
 
-// One thread loads: its CTA's rows of a, half of the columns of b for both CTAs, and scales.
+// One warp finds tiles, and one thread of it loads: its CTA's rows of a, half of the columns of b
+// for both CTAs, and scales.
 template <bool kIsWeights, typename Shared>
 __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& shared, int cta) {
   constexpr int kHalfBytes = kBytesOfB / kClusterCtas, kHalfRows = kTileColumns / kClusterCtas;
   constexpr int kScaleBytes = (kScalesOfA + (kIsWeights ? kTileColumns : 0)) * 4;
-  Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
   Stage<Shared::kStages> stage;
-  for (Tile tile; tiles.next(tile);) {
+  Tile tile;
+  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
     const int row = first_row<kIsWeights>(tile, cta), end = end_step<kIsWeights>(tile, gemm);
     const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
     for (int step = first_step<kIsWeights>(tile); step < end; ++step, stage.advance()) {
+      if (threadIdx.x % 32 != 0) continue;
       const int s = stage.index;
       hopper::wait(&shared.empty[s], stage.parity ^ 1);
       std::uint64_t* full = &shared.full[s];
@@ -97,20 +109,22 @@ __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& share
         hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
       }
     }
+    __syncwarp();
   }
 }
 
-// total += product * scales, what one half of a step adds.  `rows`: scales of a thread's two rows.
-__device__ inline void promote(float (&total)[64], const float (&product)[64],
-                               const float (&rows)[2]) {
+using Sums = float[kSums];
+
+// total += product * scales.  `rows`: scales of a thread's two rows.
+__device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) total[i] += product[i] * rows[i / 2 % 2];
+  for (int i = 0; i < kSums; ++i) total[i] += product[i] * rows[i / 2 % 2];
 }
 // The same, where every column has a scale too.
-__device__ inline void promote(float (&total)[64], const float (&product)[64],
-                               const float (&rows)[2], const float* columns) {
+__device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2],
+                               const float* columns) {
 #pragma unroll
-  for (int i = 0; i < 64; i += 4) {
+  for (int i = 0; i < kSums; i += 4) {
     const float2 scale = *reinterpret_cast<const float2*>(columns + 2 * i);
     total[i] += product[i] * (rows[0] * scale.x);
     total[i + 1] += product[i + 1] * (rows[0] * scale.y);
@@ -120,16 +134,20 @@ __device__ inline void promote(float (&total)[64], const float (&product)[64],
 }
 
 // Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
-__device__ inline void write_rows(const float (&total)[64], char* staging, __nv_bfloat16* out,
-                                  int columns, int num_rows) {
+__device__ inline void write_rows(const Sums& left, const Sums& right, char* staging,
+                                  __nv_bfloat16* out, int columns, int num_rows) {
   const int lane = threadIdx.x % 32;
+  const auto stage = [&](const Sums& total, int first_chunk) {
 #pragma unroll
-  for (int i = 0; i < 64; i += 2) {
-    const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
-    *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
-                                       lane % 4 * 4) = pair;
-  }
+    for (int i = 0; i < kSums; i += 2) {
+      const int row = lane / 4 + i / 2 % 2 * 8, chunk = first_chunk + i / 4;
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
+      *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
+                                         lane % 4 * 4) = pair;
+    }
+  };
+  stage(left, 0);
+  stage(right, kPart / 8);
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -146,16 +164,21 @@ __device__ inline void write_rows(const float (&total)[64], char* staging, __nv_
 
 // Writes or adds a warp's 16 x 128 sums to fp32, a row at once, without waiting until it is done: a
 // thread's additions would hold up the next tile's products for as long as the memory takes.
-__device__ inline void write_weights(const float (&total)[64], float (&staging)[16][kPitchOfSums],
-                                     float* out, int columns, bool adds) {
+__device__ inline void write_weights(const Sums& left, const Sums& right,
+                                     float (&staging)[16][kPitchOfSums], float* out, int columns,
+                                     bool adds) {
   const int lane = threadIdx.x % 32;
   hopper::wait_for_reads();  // of what was there before
   __syncwarp();
+  const auto stage = [&](const Sums& total, int first) {
 #pragma unroll
-  for (int i = 0; i < 64; i += 2) {
-    *reinterpret_cast<float2*>(&staging[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2]) =
-        float2{total[i], total[i + 1]};
-  }
+    for (int i = 0; i < kSums; i += 2) {
+      const int row = lane / 4 + i / 2 % 2 * 8, column = first + i / 4 * 8 + lane % 4 * 2;
+      *reinterpret_cast<float2*>(&staging[row][column]) = float2{total[i], total[i + 1]};
+    }
+  };
+  stage(left, 0);
+  stage(right, kPart);
   hopper::show_to_copies();
   __syncwarp();
   if (lane < 16) {
@@ -164,82 +187,117 @@ __device__ inline void write_weights(const float (&total)[64], float (&staging)[
   }
 }
 
-// Two warpgroups multiply.
+// What a thread needs of a step to promote its products.
+template <bool kIsWeights>
+struct Scales {
+  float rows[2];
+  float columns[kIsWeights ? 1 : 2];  // of weights: of each 128 columns
+};
+
+// Two warpgroups multiply: each 64 rows, and of a step one part of the columns after the other. The
+// tensor cores have the next part when a warpgroup promotes the one before.
 template <bool kIsWeights, typename Shared>
 __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_row = warp * 16;  // of the tile: this warp's first one
-  Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
+  const int num_blocks = gemm.depth / kBlock;
   Stage<Shared::kStages> stage;
-  for (Tile tile; tiles.next(tile);) {
+  Tile tile;
+  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
     const int row = first_row<kIsWeights>(tile, cta) + own_row;
     const int own_scale = own_row + lane / 4 + row % 4;
-    const float* scales_b = nullptr;  // of the two halves: of weights
-    const int num_blocks = gemm.depth / kBlock;
+    const float* scales_b = nullptr;  // of weights
     if constexpr (!kIsWeights) {
       scales_b =
           gemm.scales_b +
           static_cast<std::int64_t>(tile.expert * gemm.columns + tile.column) / kBlock * num_blocks;
     }
-    float total[kHalves][64];
+    Sums total[kParts], product[2];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
+    for (Sums& sums : total) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) total[half][i] = 0;
+      for (float& sum : sums) sum = 0;
     }
-    for (int step = first; step < end; ++step, stage.advance()) {
-      float of_half[kHalves];
-      if constexpr (!kIsWeights) {
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          of_half[half] = __ldg(scales_b + half * num_blocks + step);
-        }
+    Scales<kIsWeights> scales{};  // of the last step
+    int last = 0;                 // its stage
+    const auto add = [&](int part) {
+      if constexpr (kIsWeights) {
+        promote(total[part], product[part % 2], scales.rows,
+                shared.scales_b[last] + part * kPart + lane % 4 * 2);
+      } else {
+        const float of_part = scales.columns[part / 2];
+        const float of_rows[2] = {scales.rows[0] * of_part, scales.rows[1] * of_part};
+        promote(total[part], product[part % 2], of_rows);
       }
+    };
+    const auto release = [&] {
+      if constexpr (kIsWeights) __syncwarp();  // all its lanes have read the scales
+      if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[last], lane);
+    };
+    const auto multiply_step = [&](int step, auto is_first) {
       const int s = stage.index;
+      Scales<kIsWeights> of_step;
+      if constexpr (!kIsWeights) {
+        of_step.columns[0] = __ldg(scales_b + step);
+        of_step.columns[1] = __ldg(scales_b + num_blocks + step);
+      }
       hopper::wait(&shared.full[s], stage.parity);
-      const float of_rows[2] = {shared.scales_a[s][own_scale], shared.scales_a[s][own_scale + 8]};
-      const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
+      of_step.rows[0] = shared.scales_a[s][own_scale];
+      of_step.rows[1] = shared.scales_a[s][own_scale + 8];
+      const std::uint64_t b = hopper::describe(shared.b[s]);
+      if constexpr (!decltype(is_first)::value)
+        hopper::wait_for_products<0>(product[1]);  // they have read `a`
+      hopper::Fragment a[kBlock / 32];
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const std::uint64_t b = hopper::describe(shared.b[s] + half * kBytesOfB / kHalves);
-        float product[64];
+      for (int k = 0; k < kBlock / 32; ++k) a[k] = hopper::load_fragment(shared.a[s], own_row, k);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
         hopper::begin_products();
 #pragma unroll
         for (int k = 0; k < kBlock / 32; ++k) {
-          hopper::multiply(product, a + k * 2, b + k * 2, k > 0);  // 32 bytes further
+          // The next part is kPart rows further, and k a multiple of 32 bytes.
+          hopper::multiply(product[part % 2], a[k], b + part * (kPart * kBlock / 16) + k * 2,
+                           k > 0);
         }
         hopper::end_products();
-        hopper::wait_for_products();
-        if constexpr (kIsWeights) {
-          promote(total[half], product, of_rows, shared.scales_b[s] + half * kBlock + lane % 4 * 2);
+        if (part > 0) {
+          hopper::wait_for_products<1>(product[(part - 1) % 2]);
+          add(part - 1);
         } else {
-          if (half == kHalves - 1 && lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
-          const float scales[2] = {of_rows[0] * of_half[half], of_rows[1] * of_half[half]};
-          promote(total[half], product, scales);
+          if constexpr (!decltype(is_first)::value) {
+            add(kParts - 1);  // of the step before
+            release();
+          }
+          scales = of_step;
+          last = s;
         }
       }
-      if constexpr (kIsWeights) {
-        __syncwarp();  // all its lanes have read the scales
-        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
-      }
+      stage.advance();
+    };
+    if (first < end) {
+      multiply_step(first, std::true_type());
+      for (int step = first + 1; step < end; ++step) multiply_step(step, std::false_type());
+      hopper::wait_for_products<0>(product[1]);
+      add(kParts - 1);
+      release();
     }
-    const auto write = [&](const float (&sums)[64], int column) {
+    const auto write = [&](const Sums& left, const Sums& right, int column) {
       if constexpr (kIsWeights) {
         if (first == end && gemm.adds) return;
         float* out = static_cast<float*>(gemm.out) +
                      (static_cast<std::int64_t>(tile.expert) * gemm.rows + row) * gemm.columns +
                      column;
-        write_weights(sums, shared.out[warp], out, gemm.columns, gemm.adds);
+        write_weights(left, right, shared.out[warp], out, gemm.columns, gemm.adds);
       } else {
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(gemm.out) +
                              static_cast<std::int64_t>(row) * gemm.columns + column;
-        write_rows(sums, shared.out[warp], out, gemm.columns, tile.end_row - row);
+        write_rows(left, right, shared.out[warp], out, gemm.columns, tile.end_row - row);
       }
     };
-    static_assert(kHalves == 2);  // a loop would put the sums into local memory
-    write(total[0], tile.column);
-    write(total[1], tile.column + kBlock);
+    static_assert(kParts == 4);  // a loop would put the sums into local memory
+    write(total[0], total[1], tile.column);
+    write(total[2], total[3], tile.column + kBlock);
   }
   if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
 }
@@ -257,8 +315,7 @@ __device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared)
   hopper::cluster_barrier();
   if (threadIdx.x >= kMultipliers * 128) {
     hopper::lower_registers<40>();
-    if (threadIdx.x == kMultipliers * 128) load_tiles<kIsWeights>(maps, gemm, shared, cta);
-    __syncwarp();  // before the barrier, at which a warp's threads must come together
+    if (threadIdx.x / 32 == kMultipliers * 4) load_tiles<kIsWeights>(maps, gemm, shared, cta);
   } else {
     hopper::raise_registers<232>();
     multiply_tiles<kIsWeights>(gemm, shared, cta);

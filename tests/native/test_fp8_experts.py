@@ -31,22 +31,26 @@ pytestmark = [
 # What is changed (emulation/translate.py), in which check it shows, and what is said then.
 # fmt: off
 MISTAKES = {
-    "a stage is released before its products are done": (Change(
-        "experts/products.cuh", "hopper::end_products();\n        «hopper::wait_for_products();»",
-        "if (half == 0) { hopper::wait_for_products(); }"), "products", "rows: "),
+    "rows are replaced before their products are done": (Change(
+        "experts/products.cuh", "«hopper::wait_for_products<0>(product[1]);»  // they have read",
+        "hopper::wait_for_products<1>(product[1]);"), "products", "rows: "),
+    "products are read that are not done": (Change(
+        "experts/products.cuh", "«hopper::wait_for_products<1>(product[(part - 1) % 2]);»",
+        "hopper::wait_for_products<2>(product[(part - 1) % 2]);"), "products", "rows: "),
     "a stage is overwritten while the other CTA multiplies": (Change(
         "experts/products.cuh", "&shared.empty[s], «kClusterCtas * kMultipliers * 4»);",
         "kMultipliers * 4"), "products", ""),
-    "scales are read after the stage is released": (Change(
-        "experts/products.cuh", "«half == kHalves - 1» && lane < kClusterCtas", "half == 0"),
-        "products", ""),
+    "all columns have the scale of the left half": (Change(
+        "experts/products.cuh", "of_part = scales.columns[«part / 2»];", "0"),
+        "products", "rows: "),
     "rows of the next expert are overwritten": (Change(
         "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
     "all rows have the scale of the upper half": (Change(
-        "experts/products.cuh", "shared.scales_a[s][«own_scale + 8»]", "own_scale"), "products", "rows: "),
+        "experts/products.cuh", "shared.scales_a[s][«own_scale + 8»]", "own_scale"),
+        "products", "rows: "),
     "an expert's last block is taken for the next one's first": (Change(
-        "experts/tiles.cuh", "«(num_rows + kBlock - 1)» / kBlock;", "num_rows"),
-        "products", "weights: "),
+        "experts/tiles.cuh", "blocks = is_expert ? «(end - begin + kBlock - 1)» / kBlock",
+        "(end - begin)"), "products", "weights: "),
     "weights are written, not added": (Change(
         "experts/products.cuh", "kBlock * sizeof(float), «adds»);", "false"),
         "products", "weights: "),
