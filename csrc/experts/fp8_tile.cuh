@@ -166,9 +166,9 @@ __device__ inline void write_fp8_columns(const Values& v, const float (&scale)[k
 struct Fp8Rows {
   std::uint8_t* rows;        // [num_rows, columns], or none
   float* scales;             // [columns / 128, scales_pitch]
-  std::uint8_t* transposed;  // [columns, blocks_pitch * 128], or none; an expert begins a block
+  std::uint8_t* transposed;  // [num_blocks, columns, 128], or none; an expert begins a block
   float* scales_transposed;  // [num_blocks, columns]
-  int columns, scales_pitch, blocks_pitch;
+  int columns, scales_pitch, num_blocks;
   bool is_power_of_two;
 };
 
@@ -215,9 +215,9 @@ __device__ inline void quantize(const Values& values, const Fp8Rows& to, const R
         values, to.is_power_of_two,
         to.scales_transposed + static_cast<std::int64_t>(block.number) * to.columns + column,
         shared, scale);
-    const std::int64_t pitch = std::int64_t{to.blocks_pitch} * kBlock;
     write_fp8_columns(values, scale, shared,
-                      to.transposed + column * pitch + std::int64_t{block.number} * kBlock, pitch);
+                      to.transposed + (std::int64_t{block.number} * to.columns + column) * kBlock,
+                      kBlock);
   }
 }
 

@@ -121,52 +121,46 @@ __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned
 __device__ inline void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits for all products but those after the last kPending ends; `d`: what is read then.
-template <int kPending>
-__device__ inline void wait_for_products(float (&d)[32]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+// Waits for all products; `d`: what is read then.
+__device__ inline void wait_for_products(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (float& each : d) asm volatile("" : "+f"(each)::"memory");  // no read moves up from below
 }
 
-// 64 rows of one operand, 32 bytes of each: what a thread has of them.
-struct Fragment {
-  std::uint32_t bytes[4];
-};
-
-// Bytes 32 k to 32 k + 31 of the 16 rows from `row` on, this warp's; of a matrix as `describe`
-// takes it.
-__device__ inline Fragment load_fragment(const void* matrix, int row, int k) {
-  const int lane = threadIdx.x % 32, of_lane = row + lane % 16;
-  // The lane's 16 bytes of k = 0, swizzled; those of other k differ in two bits.
-  const std::uint32_t first =
-      shared_address(matrix) + of_lane * 128 + (lane / 16 ^ of_lane % 8) * 16;
-  const std::uint32_t from = first ^ k * 32;
-  Fragment a;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a.bytes[0]), "=r"(a.bytes[1]), "=r"(a.bytes[2]), "=r"(a.bytes[3])
-               : "r"(from)
-               : "memory");
-  return a;
-}
-
-// d (+)= a @ b^T: a [64, 32] and b [64, 32] in e4m3, d [64, 64] in fp32, for one warpgroup.
-// Thread t has, for i < 8, d[4 i + {0, 1}]: row 16 (t / 32) + t % 32 / 4, columns 8 i + 2 (t % 4)
+// d (+)= a @ b^T: a [64, 32] and b [128, 32] in e4m3, d [64, 128] in fp32, for one warpgroup.
+// Thread t has, for i < 16, d[4 i + {0, 1}]: row 16 (t / 32) + t % 32 / 4, columns 8 i + 2 (t % 4)
 // and the next one; d[4 i + {2, 3}]: the same eight rows below.
-__device__ inline void multiply(float (&d)[32], const Fragment& a, std::uint64_t b, bool adds) {
+__device__ inline void multiply(float (&d)[64], std::uint64_t a, std::uint64_t b, bool adds) {
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1; }\n"
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1; }\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
         "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a.bytes[0]), "r"(a.bytes[1]), "r"(a.bytes[2]), "r"(a.bytes[3]), "l"(b),
-        "r"(static_cast<int>(adds)));
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+}
+
+// Reads two floats, where it stands and not later.
+__device__ inline float2 load_pair(const float* shared) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(shared_address(shared))
+               : "memory");
+  return pair;
 }
 
 // --- copies from shared memory -------------------------------------------------------------------

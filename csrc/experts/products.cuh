@@ -13,9 +13,8 @@ namespace ncclep::experts {
 
 constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
 constexpr int kGemmThreads = (kMultipliers + 1) * 128;
-constexpr int kPart = 64;  // columns of a product
-constexpr int kParts = kTileColumns / kPart;
-constexpr int kSums = kPart / 2;  // of a thread
+constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
+constexpr int kSums = kBlock / 2;               // of a thread, in a half
 constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
 // Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
 // rows anywhere.
@@ -97,13 +96,17 @@ __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& share
     const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
     for (int step = first_step<kIsWeights>(tile); step < end; ++step, stage.advance()) {
       if (threadIdx.x % 32 != 0) continue;
+      // What is transposed has its blocks one after the other.
+      const int x = kIsWeights ? 0 : step * kBlock;
+      const int y_of_a = row + (kIsWeights ? step * gemm.rows : 0);
+      const int y_of_b = column + (kIsWeights ? step * gemm.columns : 0);
       const int s = stage.index;
       hopper::wait(&shared.empty[s], stage.parity ^ 1);
       std::uint64_t* full = &shared.full[s];
       hopper::arrive_and_expect(full, kBytesOfA + kBytesOfB + kScaleBytes);
-      hopper::load_box(shared.a[s], maps.a, step * kBlock, row, full);
-      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b,
-                           step * kBlock, column + cta * kHalfRows, full);
+      hopper::load_box(shared.a[s], maps.a, x, y_of_a, full);
+      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b, x,
+                           y_of_b + cta * kHalfRows, full);
       hopper::load_box(shared.scales_a[s], maps.scales_a, row & ~3, step, full);
       if constexpr (kIsWeights) {
         hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
@@ -120,34 +123,46 @@ __device__ inline void promote(Sums& total, const Sums& product, const float (&r
 #pragma unroll
   for (int i = 0; i < kSums; ++i) total[i] += product[i] * rows[i / 2 % 2];
 }
-// The same, where every column has a scale too.
+
+// Scales of some of a thread's columns, 8 columns apart.
+struct ColumnScales {
+  static constexpr int kPairs = kSums / 8;
+  float2 pairs[kPairs];
+  __device__ void load(const float* first, int pair) {
+    pairs[pair] = hopper::load_pair(first + pair * 8);
+  }
+};
+
+// The same, where every column has a scale too: `own` those of the first half of `columns`.  They
+// are read while others are used.
 __device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2],
-                               const float* columns) {
+                               ColumnScales& own, const float* columns) {
 #pragma unroll
-  for (int i = 0; i < kSums; i += 4) {
-    const float2 scale = *reinterpret_cast<const float2*>(columns + 2 * i);
-    total[i] += product[i] * (rows[0] * scale.x);
-    total[i + 1] += product[i + 1] * (rows[0] * scale.y);
-    total[i + 2] += product[i + 2] * (rows[1] * scale.x);
-    total[i + 3] += product[i + 3] * (rows[1] * scale.y);
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int pair = 0; pair < ColumnScales::kPairs; ++pair) {
+      const float2 scale = own.pairs[pair];
+      if (half == 0) own.load(columns + ColumnScales::kPairs * 8, pair);
+      const int i = (half * ColumnScales::kPairs + pair) * 4;
+      total[i] += product[i] * (rows[0] * scale.x);
+      total[i + 1] += product[i + 1] * (rows[0] * scale.y);
+      total[i + 2] += product[i + 2] * (rows[1] * scale.x);
+      total[i + 3] += product[i + 3] * (rows[1] * scale.y);
+    }
   }
 }
 
 // Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
-__device__ inline void write_rows(const Sums& left, const Sums& right, char* staging,
-                                  __nv_bfloat16* out, int columns, int num_rows) {
+__device__ inline void write_rows(const Sums& total, char* staging, __nv_bfloat16* out, int columns,
+                                  int num_rows) {
   const int lane = threadIdx.x % 32;
-  const auto stage = [&](const Sums& total, int first_chunk) {
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) {
-      const int row = lane / 4 + i / 2 % 2 * 8, chunk = first_chunk + i / 4;
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
-      *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
-                                         lane % 4 * 4) = pair;
-    }
-  };
-  stage(left, 0);
-  stage(right, kPart / 8);
+  for (int i = 0; i < kSums; i += 2) {
+    const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
+    *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
+                                       lane % 4 * 4) = pair;
+  }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -164,21 +179,16 @@ __device__ inline void write_rows(const Sums& left, const Sums& right, char* sta
 
 // Writes or adds a warp's 16 x 128 sums to fp32, a row at once, without waiting until it is done: a
 // thread's additions would hold up the next tile's products for as long as the memory takes.
-__device__ inline void write_weights(const Sums& left, const Sums& right,
-                                     float (&staging)[16][kPitchOfSums], float* out, int columns,
-                                     bool adds) {
+__device__ inline void write_weights(const Sums& total, float (&staging)[16][kPitchOfSums],
+                                     float* out, int columns, bool adds) {
   const int lane = threadIdx.x % 32;
   hopper::wait_for_reads();  // of what was there before
   __syncwarp();
-  const auto stage = [&](const Sums& total, int first) {
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) {
-      const int row = lane / 4 + i / 2 % 2 * 8, column = first + i / 4 * 8 + lane % 4 * 2;
-      *reinterpret_cast<float2*>(&staging[row][column]) = float2{total[i], total[i + 1]};
-    }
-  };
-  stage(left, 0);
-  stage(right, kPart);
+  for (int i = 0; i < kSums; i += 2) {
+    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(&staging[row][column]) = float2{total[i], total[i + 1]};
+  }
   hopper::show_to_copies();
   __syncwarp();
   if (lane < 16) {
@@ -187,15 +197,7 @@ __device__ inline void write_weights(const Sums& left, const Sums& right,
   }
 }
 
-// What a thread needs of a step to promote its products.
-template <bool kIsWeights>
-struct Scales {
-  float rows[2];
-  float columns[kIsWeights ? 1 : 2];  // of weights: of each 128 columns
-};
-
-// Two warpgroups multiply: each 64 rows, and of a step one part of the columns after the other. The
-// tensor cores have the next part when a warpgroup promotes the one before.
+// Two warpgroups multiply, each 64 rows: one promotes what it has while the other's products go on.
 template <bool kIsWeights, typename Shared>
 __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -207,97 +209,78 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
     const int row = first_row<kIsWeights>(tile, cta) + own_row;
     const int own_scale = own_row + lane / 4 + row % 4;
-    const float* scales_b = nullptr;  // of weights
+    const float* scales_b = nullptr;  // of the two halves: of weights
     if constexpr (!kIsWeights) {
       scales_b =
           gemm.scales_b +
           static_cast<std::int64_t>(tile.expert * gemm.columns + tile.column) / kBlock * num_blocks;
     }
-    Sums total[kParts], product[2];
+    Sums total[kHalves], product;
 #pragma unroll
     for (Sums& sums : total) {
 #pragma unroll
       for (float& sum : sums) sum = 0;
     }
-    Scales<kIsWeights> scales{};  // of the last step
-    int last = 0;                 // its stage
-    const auto add = [&](int part) {
-      if constexpr (kIsWeights) {
-        promote(total[part], product[part % 2], scales.rows,
-                shared.scales_b[last] + part * kPart + lane % 4 * 2);
-      } else {
-        const float of_part = scales.columns[part / 2];
-        const float of_rows[2] = {scales.rows[0] * of_part, scales.rows[1] * of_part};
-        promote(total[part], product[part % 2], of_rows);
-      }
-    };
-    const auto release = [&] {
-      if constexpr (kIsWeights) __syncwarp();  // all its lanes have read the scales
-      if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[last], lane);
-    };
-    const auto multiply_step = [&](int step, auto is_first) {
-      const int s = stage.index;
-      Scales<kIsWeights> of_step;
+    for (int step = first; step < end; ++step, stage.advance()) {
+      float of_half[kHalves];
       if constexpr (!kIsWeights) {
-        of_step.columns[0] = __ldg(scales_b + step);
-        of_step.columns[1] = __ldg(scales_b + num_blocks + step);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          of_half[half] = __ldg(scales_b + half * num_blocks + step);
+        }
       }
+      const int s = stage.index;
       hopper::wait(&shared.full[s], stage.parity);
-      of_step.rows[0] = shared.scales_a[s][own_scale];
-      of_step.rows[1] = shared.scales_a[s][own_scale + 8];
+      const float of_rows[2] = {shared.scales_a[s][own_scale], shared.scales_a[s][own_scale + 8]};
+      const auto release = [&] {
+        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+      };
       const std::uint64_t b = hopper::describe(shared.b[s]);
-      if constexpr (!decltype(is_first)::value)
-        hopper::wait_for_products<0>(product[1]);  // they have read `a`
-      hopper::Fragment a[kBlock / 32];
+      const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
 #pragma unroll
-      for (int k = 0; k < kBlock / 32; ++k) a[k] = hopper::load_fragment(shared.a[s], own_row, k);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
+      for (int half = 0; half < kHalves; ++half) {
         hopper::begin_products();
 #pragma unroll
         for (int k = 0; k < kBlock / 32; ++k) {
-          // The next part is kPart rows further, and k a multiple of 32 bytes.
-          hopper::multiply(product[part % 2], a[k], b + part * (kPart * kBlock / 16) + k * 2,
-                           k > 0);
+          // The other half is kBlock rows further, and k a multiple of 32 bytes.
+          hopper::multiply(product, a + k * 2, b + half * (kBlock * kBlock / 16) + k * 2, k > 0);
         }
         hopper::end_products();
-        if (part > 0) {
-          hopper::wait_for_products<1>(product[(part - 1) % 2]);
-          add(part - 1);
+        if constexpr (kIsWeights) {
+          const float* columns = shared.scales_b[s] + half * kBlock + lane % 4 * 2;
+          ColumnScales own;
+#pragma unroll
+          for (int pair = 0; pair < ColumnScales::kPairs; ++pair) own.load(columns, pair);
+          hopper::wait_for_products(product);
+          promote(total[half], product, of_rows, own, columns);
         } else {
-          if constexpr (!decltype(is_first)::value) {
-            add(kParts - 1);  // of the step before
-            release();
-          }
-          scales = of_step;
-          last = s;
+          hopper::wait_for_products(product);
+          if (half == kHalves - 1) release();
+          const float scales[2] = {of_rows[0] * of_half[half], of_rows[1] * of_half[half]};
+          promote(total[half], product, scales);
         }
       }
-      stage.advance();
-    };
-    if (first < end) {
-      multiply_step(first, std::true_type());
-      for (int step = first + 1; step < end; ++step) multiply_step(step, std::false_type());
-      hopper::wait_for_products<0>(product[1]);
-      add(kParts - 1);
-      release();
+      if constexpr (kIsWeights) {
+        __syncwarp();  // all its lanes have read the scales
+        release();
+      }
     }
-    const auto write = [&](const Sums& left, const Sums& right, int column) {
+    const auto write = [&](const Sums& sums, int column) {
       if constexpr (kIsWeights) {
         if (first == end && gemm.adds) return;
         float* out = static_cast<float*>(gemm.out) +
                      (static_cast<std::int64_t>(tile.expert) * gemm.rows + row) * gemm.columns +
                      column;
-        write_weights(left, right, shared.out[warp], out, gemm.columns, gemm.adds);
+        write_weights(sums, shared.out[warp], out, gemm.columns, gemm.adds);
       } else {
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(gemm.out) +
                              static_cast<std::int64_t>(row) * gemm.columns + column;
-        write_rows(left, right, shared.out[warp], out, gemm.columns, tile.end_row - row);
+        write_rows(sums, shared.out[warp], out, gemm.columns, tile.end_row - row);
       }
     };
-    static_assert(kParts == 4);  // a loop would put the sums into local memory
-    write(total[0], total[1], tile.column);
-    write(total[2], total[3], tile.column + kBlock);
+    static_assert(kHalves == 2);  // a loop would put the sums into local memory
+    write(total[0], tile.column);
+    write(total[1], tile.column + kBlock);
   }
   if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
 }

@@ -100,14 +100,14 @@ __global__ void check_weights(Fp8Rows a, Fp8Rows b, const std::int32_t* offsets,
   int block = 0;
   for (int e = 0; e < expert; ++e) block += blocks_of(offsets[e + 1] - offsets[e]);
   const int end = block + blocks_of(offsets[expert + 1] - offsets[expert]);
-  const std::int64_t pitch = std::int64_t{a.blocks_pitch} * kBlock;
   double sum = 0, magnitude = 0;
   for (; block < end; ++block) {
     const double scale = static_cast<double>(a.scales_transposed[block * a.columns + row]) *
                          b.scales_transposed[block * b.columns + column];
-    for (std::int64_t k = std::int64_t{block} * kBlock; k < (block + 1) * kBlock; ++k) {
-      const double each = scale * value_of(a.transposed[row * pitch + k]) *
-                          value_of(b.transposed[column * pitch + k]);
+    const std::uint8_t* of_a = a.transposed + (std::int64_t{block} * a.columns + row) * kBlock;
+    const std::uint8_t* of_b = b.transposed + (std::int64_t{block} * b.columns + column) * kBlock;
+    for (int k = 0; k < kBlock; ++k) {
+      const double each = scale * value_of(of_a[k]) * value_of(of_b[k]);
       sum += each;
       magnitude += fabs(each);
     }
@@ -135,7 +135,7 @@ __global__ void check_quantized(const bf16* x, Fp8Rows to, const std::int32_t* o
     if (first + k < offsets[expert + 1])
       in_column = fmaxf(in_column, fabsf(value(first + k, column)));
   }
-  const std::int64_t at = (column * to.blocks_pitch + block) * kBlock + inside % kBlock;
+  const std::int64_t at = (block * columns + column) * kBlock + inside % kBlock;
   const float want = value(row, column);
   const float by_row = value_of(to.rows[row * columns + column]) *
                        to.scales[column / kBlock * to.scales_pitch + row];

@@ -31,18 +31,18 @@ pytestmark = [
 # What is changed (emulation/translate.py), in which check it shows, and what is said then.
 # fmt: off
 MISTAKES = {
-    "rows are replaced before their products are done": (Change(
-        "experts/products.cuh", "«hopper::wait_for_products<0>(product[1]);»  // they have read",
-        "hopper::wait_for_products<1>(product[1]);"), "products", "rows: "),
-    "products are read that are not done": (Change(
-        "experts/products.cuh", "«hopper::wait_for_products<1>(product[(part - 1) % 2]);»",
-        "hopper::wait_for_products<2>(product[(part - 1) % 2]);"), "products", "rows: "),
+    "a stage is released before its products are done": (Change(
+        "experts/products.cuh", "«hopper::wait_for_products(product);»\n          if (half ==",
+        "if (half == 0) { hopper::wait_for_products(product); }"), "products", "rows: "),
     "a stage is overwritten while the other CTA multiplies": (Change(
         "experts/products.cuh", "&shared.empty[s], «kClusterCtas * kMultipliers * 4»);",
         "kMultipliers * 4"), "products", ""),
-    "all columns have the scale of the left half": (Change(
-        "experts/products.cuh", "of_part = scales.columns[«part / 2»];", "0"),
-        "products", "rows: "),
+    "scales are read after the stage is released": (Change(
+        "experts/products.cuh", "if («half == kHalves - 1») release();", "half == 0"),
+        "products", ""),
+    "columns have the scales of others": (Change(
+        "experts/products.cuh", "own.load(columns + «ColumnScales::kPairs * 8», pair);", "0"),
+        "products", "weights: "),
     "rows of the next expert are overwritten": (Change(
         "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
     "all rows have the scale of the upper half": (Change(

@@ -73,7 +73,7 @@ void check_target(const std::string& what, const Experts& experts, const Target&
         for (int row = first; row < first + kBlock; ++row) {
           values.push_back(row < beyond ? value(row, column) : 0);
         }
-        const std::uint8_t* at = &target.transposed[(column * target.blocks + block) * kBlock];
+        const std::uint8_t* at = &target.transposed[(block * columns + column) * kBlock];
         check_block(
             what + ", transposed", values, target.scales_transposed[block * columns + column],
             [&](int i) { return at[i]; }, slack);

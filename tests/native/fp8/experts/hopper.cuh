@@ -69,23 +69,16 @@ struct BoxCopy {
   long x, y;
   Barrier* full;
 };
-// A thread's two rows, 32 bytes of each.
-struct Fragment {
-  std::uint8_t bytes[2][32];
-};
 struct Product {
   float* sums;
-  const Fragment* a;  // which may change until the product is waited for
-  std::uint64_t b;
+  std::uint64_t a, b;
   bool adds;
-  int group;
 };
 
 inline std::map<int, char*> shared_of;  // by CTA
 inline std::map<const void*, Barrier> barriers;
 inline std::vector<BoxCopy> copies;  // that have not happened
 inline std::map<emu::Fiber*, std::vector<Product>> products;
-inline std::map<emu::Fiber*, int> groups;  // of products, that have ended
 
 constexpr int kCtas = 2;  // of a cluster
 
@@ -228,47 +221,34 @@ inline float element(std::uint64_t matrix, int row, int k) {
   const std::uint32_t offset = field(0) + row / 8 * field(32) + row % 8 * 128 + k;
   return value_of(static_cast<std::uint8_t>(own_memory()[swizzled(offset)]));
 }
-inline Fragment load_fragment(const void* matrix, int row, int k) {
-  Fragment a;
-  for (int half = 0; half < 2; ++half) {
-    for (int i = 0; i < 32; ++i) {
-      const int of_half = row + emu::lane() / 4 + half * 8;
-      const std::uint32_t offset = shared_address(matrix) + of_half * 128 + k * 32 + i;
-      a.bytes[half][i] = static_cast<std::uint8_t>(own_memory()[swizzled(offset)]);
-    }
-  }
-  return a;
-}
 inline void multiply_now(const Product& product) {
-  for (int i = 0; i < 32; ++i) {
-    const int column = i / 4 * 8 + emu::lane() % 4 * 2 + i % 2;
+  const int thread = emu::self().thread % 128;
+  for (int i = 0; i < 64; ++i) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+    const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
     float sum = product.adds ? product.sums[i] : 0;
     for (int k = 0; k < 32; ++k) {
-      sum += value_of(product.a->bytes[i / 2 % 2][k]) * element(product.b, column, k);
+      sum += element(product.a, row, k) * element(product.b, column, k);
     }
     product.sums[i] = sum;
   }
 }
 inline void begin_products() {}
-inline void end_products() { ++groups[&emu::self()]; }
-// Products happen in their order: those of the first groups, up to `end`.
-inline void multiply_until(int end) {
-  std::vector<Product>& waiting = products[&emu::self()];
-  std::size_t done = 0;
-  for (; done < waiting.size() && waiting[done].group < end; ++done) multiply_now(waiting[done]);
-  waiting.erase(waiting.begin(), waiting.begin() + static_cast<std::ptrdiff_t>(done));
-}
-template <int kPending>
-void wait_for_products(float (&)[32]) {
+inline void end_products() {}
+inline void wait_for_products(float (&)[64]) {
   emu::maybe_yield();
-  multiply_until(groups[&emu::self()] - kPending);
+  for (const Product& product : products[&emu::self()]) multiply_now(product);
+  products[&emu::self()].clear();
   emu::warp_barrier();  // a warp waits as one
 }
-inline void multiply(float (&sums)[32], const Fragment& a, std::uint64_t b, bool adds) {
-  const int group = groups[&emu::self()];
-  products[&emu::self()].push_back({sums, &a, b, adds, group});
-  if (emu::draw(2)) multiply_until(group + 1);
+inline void multiply(float (&sums)[64], std::uint64_t a, std::uint64_t b, bool adds) {
+  std::vector<Product>& waiting = products[&emu::self()];
+  waiting.push_back({sums, a, b, adds});
+  if (!emu::draw(2)) return;
+  for (const Product& product : waiting) multiply_now(product);
+  waiting.clear();
 }
+inline float2 load_pair(const float* shared) { return {shared[0], shared[1]}; }
 
 struct Store {
   float* to;
