@@ -53,8 +53,7 @@ __device__ inline void arrive_and_expect(std::uint64_t* barrier, int bytes) {
 __device__ inline void arrive_at(std::uint64_t* barrier, int rank) {
   asm volatile(
       "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
-      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(
-          shared_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 }
@@ -114,15 +113,19 @@ __device__ inline std::uint64_t describe(const void* rows) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kGroupBytes = std::uint64_t{1024 >> 4} << 32;
   // In a cluster, an address has the CTA's number above these bits.
-  return kSwizzle128 | kGroupBytes | (std::uint64_t{1} << 16) | (shared_address(rows) & 0x3ffff) >> 4;
+  return kSwizzle128 | kGroupBytes | (std::uint64_t{1} << 16) |
+         (shared_address(rows) & 0x3ffff) >> 4;
 }
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-__device__ inline void wait_for_products() {
+// Waits for all products; `d`: what is read then.
+__device__ inline void wait_for_products(float (&d)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (float& each : d) asm volatile("" : "+f"(each)::"memory");  // no read moves up from below
 }
 
 // d (+)= a @ b^T: a [64, 32] and b [128, 32] in e4m3, d [64, 128] in fp32, for one warpgroup.
@@ -132,10 +135,10 @@ __device__ inline void multiply(float (&d)[64], std::uint64_t a, std::uint64_t b
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "%64, %65, p, 1, 1; }\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
@@ -150,15 +153,59 @@ __device__ inline void multiply(float (&d)[64], std::uint64_t a, std::uint64_t b
       : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
 }
 
-// --- memory --------------------------------------------------------------------------------------
-
-// Adds to two neighbours, 8-byte aligned, without waiting; subnormal sums become zero.
-__device__ inline void add_pair(float* to, float a, float b) {
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b)
+// Reads two floats, where it stands and not later.
+__device__ inline float2 load_pair(const float* shared) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(shared_address(shared))
                : "memory");
+  return pair;
+}
+
+// --- copies from shared memory -------------------------------------------------------------------
+
+// What this thread has written there becomes what copies read.
+__device__ inline void show_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Writes `bytes` of fp32, or adds them (then subnormal sums may become zero).  All are multiples of
+// 16 bytes.
+__device__ inline void store(float* to, const float* shared, int bytes, bool adds) {
+  if (adds) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+        "r"(shared_address(shared)), "r"(bytes)
+        : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(shared)), "r"(bytes)
+                 : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's stores have read their values.
+__device__ inline void wait_for_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // --- values --------------------------------------------------------------------------------------
+
+// Two values as bf16, `a` in the lower half.
+__device__ inline std::uint32_t to_bf16(float a, float b) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+// The larger magnitudes of two pairs of bf16; of a number and a NaN, the number's.
+__device__ inline std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t pair;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+  return pair;
+}
 
 // Four values as e4m3, the first one in the lowest byte; what is larger becomes the largest one.
 __device__ inline std::uint32_t to_fp8(float a, float b, float c, float d) {

@@ -26,7 +26,7 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kGemmThre
   run_gemm<true>(maps, gemm, *reinterpret_cast<WeightsShared*>(memory));
 }
 
-// Two CTAs on an SM, at a price of few spilled registers.
+// Two CTAs on an SM: as many threads as there can be.
 __global__ void __launch_bounds__(kQuantizeThreads, 2) quantize_rows_kernel(Rows from, Fp8Rows to) {
   __shared__ TileShared shared;
   quantize_rows(from, to, shared);
@@ -46,20 +46,20 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2) quantize_weights_kernel(W
   quantize_weights(job, shared);
 }
 
-// Each quantises what its kernel does.  `to.blocks_pitch`: at least as many blocks as the experts'
+// Each quantises what its kernel does.  `to.num_blocks`: at least as many blocks as the experts'
 // rows have, so that the host need not know their offsets.
 inline void quantize_rows(const Rows& from, const Fp8Rows& to, cudaStream_t stream) {
-  const int tiles = to.blocks_pitch * (to.columns / kBlock);
+  const int tiles = to.num_blocks * (to.columns / kBlock);
   quantize_rows_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
   cuda_check(cudaGetLastError(), "launching the quantisation of rows");
 }
 inline void quantize_swiglu(const Swiglu& from, const Fp8Rows& to, cudaStream_t stream) {
-  const int tiles = to.blocks_pitch * (from.columns / kBlock);
+  const int tiles = to.num_blocks * (from.columns / kBlock);
   quantize_swiglu_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
   cuda_check(cudaGetLastError(), "launching SwiGLU in FP8");
 }
 inline void quantize_swiglu_grads(const Swiglu& from, const Fp8Rows& to, cudaStream_t stream) {
-  const int tiles = to.blocks_pitch * (from.columns / kBlock);
+  const int tiles = to.num_blocks * (from.columns / kBlock);
   quantize_swiglu_grads_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
   cuda_check(cudaGetLastError(), "launching SwiGLU's gradients in FP8");
 }
@@ -143,11 +143,10 @@ inline void multiply_rows(const Fp8Rows& a, std::int64_t num_rows, const std::ui
 inline void multiply_for_weights(const Fp8Rows& a, const Fp8Rows& b, const std::int32_t* offsets,
                                  int num_experts, float* out, bool adds, int num_sms,
                                  cudaStream_t stream) {
-  const std::int64_t width = std::int64_t{a.blocks_pitch} * kBlock;
-  const GemmMaps maps{map_of_fp8(a.transposed, width, a.columns),
-                      map_of_fp8(b.transposed, width, b.columns),
-                      map_of_scales(a.scales_transposed, a.columns, a.blocks_pitch, kScalesOfA),
-                      map_of_scales(b.scales_transposed, b.columns, b.blocks_pitch, kTileColumns)};
+  const GemmMaps maps{map_of_fp8(a.transposed, kBlock, std::int64_t{a.num_blocks} * a.columns),
+                      map_of_fp8(b.transposed, kBlock, std::int64_t{b.num_blocks} * b.columns),
+                      map_of_scales(a.scales_transposed, a.columns, a.num_blocks, kScalesOfA),
+                      map_of_scales(b.scales_transposed, b.columns, b.num_blocks, kTileColumns)};
   const Gemm gemm{offsets, num_experts, a.columns, b.columns, 0, nullptr, out, adds};
   launch_gemm<WeightsShared>(multiply_for_weights_kernel, maps, gemm, num_sms, stream);
 }

@@ -4,22 +4,26 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "experts/hopper.cuh"
 #include "experts/tiles.cuh"
 
 namespace ncclep::experts {
 
-constexpr int kStages = 4;
 constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
 constexpr int kGemmThreads = (kMultipliers + 1) * 128;
 constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
+constexpr int kSums = kBlock / 2;               // of a thread, in a half
 constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
-// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's rows
-// anywhere.
+// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
+// rows anywhere.
 constexpr int kScalesOfA = kTileRows + 16 / sizeof(float);
 constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes are 128-byte aligned
 constexpr int kWarpOut = 16 * kBlock * 2;  // bytes of a warp's half of bf16 results
+// Floats from a row of a warp's half of a weight gradient to the next one: eight rows begin in
+// different banks.
+constexpr int kPitchOfSums = kBlock + 8;
 
 struct Gemm {
   const std::int32_t* offsets;  // [num_experts + 1]: where each expert's rows begin and end
@@ -31,29 +35,40 @@ struct Gemm {
   bool adds;              // to `out`, fp32
 };
 
+template <int kNumStages>
 struct __align__(1024) GemmShared {
+  static constexpr int kStages = kNumStages;
   char a[kStages][kBytesOfA], b[kStages][kBytesOfB];
   float scales_a[kStages][kPitchOfScales];
   std::uint64_t full[kStages], empty[kStages];
 };
-struct __align__(1024) RowsShared : GemmShared {
+struct __align__(1024) RowsShared : GemmShared<4> {
   char out[kMultipliers * 4][kWarpOut];
 };
-struct __align__(1024) WeightsShared : GemmShared {
+struct __align__(1024) WeightsShared : GemmShared<3> {
   float scales_b[kStages][kTileColumns];
+  float out[kMultipliers * 4][16][kPitchOfSums];
 };
 
 struct GemmMaps {
   CUtensorMap a, b, scales_a, scales_b;
 };
 
-// Where a pipeline of kStages is.
+// Where a pipeline is.
+template <int kStages>
 struct Stage {
   int index = 0, parity = 0;
   __device__ void advance() {
     if (++index == kStages) index = 0, parity ^= 1;
   }
 };
+
+// All clusters take every num_clusters()-th tile.
+__device__ inline int cluster_index() { return blockIdx.x / kClusterCtas; }
+__device__ inline int num_clusters() { return gridDim.x / kClusterCtas; }
+__device__ inline bool find_tile(const Gemm& gemm, int index, Tile& tile) {
+  return find_tile(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns, index, tile);
+}
 
 template <bool kIsWeights>
 __device__ int first_step(const Tile& tile) {
@@ -68,57 +83,81 @@ __device__ int first_row(const Tile& tile, int cta) {
   return (kIsWeights ? 0 : tile.first_row) + (tile.pair * kClusterCtas + cta) * kTileRows;
 }
 
-// One thread loads: its CTA's rows of a, half of the columns of b for both CTAs, and scales.
+// One warp finds tiles, and one thread of it loads: its CTA's rows of a, half of the columns of b
+// for both CTAs, and scales.
 template <bool kIsWeights, typename Shared>
 __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& shared, int cta) {
   constexpr int kHalfBytes = kBytesOfB / kClusterCtas, kHalfRows = kTileColumns / kClusterCtas;
   constexpr int kScaleBytes = (kScalesOfA + (kIsWeights ? kTileColumns : 0)) * 4;
-  Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
-  Stage stage;
-  for (Tile tile; tiles.next(tile);) {
+  Stage<Shared::kStages> stage;
+  Tile tile;
+  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
     const int row = first_row<kIsWeights>(tile, cta), end = end_step<kIsWeights>(tile, gemm);
     const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
     for (int step = first_step<kIsWeights>(tile); step < end; ++step, stage.advance()) {
+      if (threadIdx.x % 32 != 0) continue;
+      // What is transposed has its blocks one after the other.
+      const int x = kIsWeights ? 0 : step * kBlock;
+      const int y_of_a = row + (kIsWeights ? step * gemm.rows : 0);
+      const int y_of_b = column + (kIsWeights ? step * gemm.columns : 0);
       const int s = stage.index;
       hopper::wait(&shared.empty[s], stage.parity ^ 1);
       std::uint64_t* full = &shared.full[s];
       hopper::arrive_and_expect(full, kBytesOfA + kBytesOfB + kScaleBytes);
-      hopper::load_box(shared.a[s], maps.a, step * kBlock, row, full);
-      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b,
-                           step * kBlock, column + cta * kHalfRows, full);
+      hopper::load_box(shared.a[s], maps.a, x, y_of_a, full);
+      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b, x,
+                           y_of_b + cta * kHalfRows, full);
       hopper::load_box(shared.scales_a[s], maps.scales_a, row & ~3, step, full);
       if constexpr (kIsWeights) {
         hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
       }
     }
+    __syncwarp();
   }
 }
 
-// total += product * scales, what one half of a step adds.  `rows`: scales of a thread's two rows.
-__device__ inline void promote(float (&total)[64], const float (&product)[64],
-                               const float (&rows)[2]) {
+using Sums = float[kSums];
+
+// total += product * scales.  `rows`: scales of a thread's two rows.
+__device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) total[i] += product[i] * rows[i / 2 % 2];
+  for (int i = 0; i < kSums; ++i) total[i] += product[i] * rows[i / 2 % 2];
 }
-// The same, where every column has a scale too.
-__device__ inline void promote(float (&total)[64], const float (&product)[64],
-                               const float (&rows)[2], const float* columns) {
+
+// Scales of some of a thread's columns, 8 columns apart.
+struct ColumnScales {
+  static constexpr int kPairs = kSums / 8;
+  float2 pairs[kPairs];
+  __device__ void load(const float* first, int pair) {
+    pairs[pair] = hopper::load_pair(first + pair * 8);
+  }
+};
+
+// The same, where every column has a scale too: `own` those of the first half of `columns`.  They
+// are read while others are used.
+__device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2],
+                               ColumnScales& own, const float* columns) {
 #pragma unroll
-  for (int i = 0; i < 64; i += 4) {
-    const float2 scale = *reinterpret_cast<const float2*>(columns + 2 * i);
-    total[i] += product[i] * (rows[0] * scale.x);
-    total[i + 1] += product[i + 1] * (rows[0] * scale.y);
-    total[i + 2] += product[i + 2] * (rows[1] * scale.x);
-    total[i + 3] += product[i + 3] * (rows[1] * scale.y);
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int pair = 0; pair < ColumnScales::kPairs; ++pair) {
+      const float2 scale = own.pairs[pair];
+      if (half == 0) own.load(columns + ColumnScales::kPairs * 8, pair);
+      const int i = (half * ColumnScales::kPairs + pair) * 4;
+      total[i] += product[i] * (rows[0] * scale.x);
+      total[i + 1] += product[i + 1] * (rows[0] * scale.y);
+      total[i + 2] += product[i + 2] * (rows[1] * scale.x);
+      total[i + 3] += product[i + 3] * (rows[1] * scale.y);
+    }
   }
 }
 
 // Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
-__device__ inline void write_rows(const float (&total)[64], char* staging, __nv_bfloat16* out,
-                                  int columns, int num_rows) {
+__device__ inline void write_rows(const Sums& total, char* staging, __nv_bfloat16* out, int columns,
+                                  int num_rows) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < 64; i += 2) {
+  for (int i = 0; i < kSums; i += 2) {
     const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
     const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
     *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
@@ -138,44 +177,49 @@ __device__ inline void write_rows(const float (&total)[64], char* staging, __nv_
   __syncwarp();
 }
 
-// Writes or adds a warp's 16 x 128 sums to fp32.
-__device__ inline void write_weights(const float (&total)[64], float* out, int columns, bool adds) {
+// Writes or adds a warp's 16 x 128 sums to fp32, a row at once, without waiting until it is done: a
+// thread's additions would hold up the next tile's products for as long as the memory takes.
+__device__ inline void write_weights(const Sums& total, float (&staging)[16][kPitchOfSums],
+                                     float* out, int columns, bool adds) {
   const int lane = threadIdx.x % 32;
-  out += static_cast<std::int64_t>(lane / 4) * columns + lane % 4 * 2;
+  hopper::wait_for_reads();  // of what was there before
+  __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 64; i += 2) {
-    float* to = out + i / 2 % 2 * 8 * columns + i / 4 * 8;
-    if (adds) {
-      hopper::add_pair(to, total[i], total[i + 1]);  // no other thread adds there
-    } else {
-      *reinterpret_cast<float2*>(to) = float2{total[i], total[i + 1]};
-    }
+  for (int i = 0; i < kSums; i += 2) {
+    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(&staging[row][column]) = float2{total[i], total[i + 1]};
+  }
+  hopper::show_to_copies();
+  __syncwarp();
+  if (lane < 16) {
+    hopper::store(out + static_cast<std::int64_t>(lane) * columns, staging[lane],
+                  kBlock * sizeof(float), adds);  // no other warp adds there
   }
 }
 
-// Two warpgroups multiply.
+// Two warpgroups multiply, each 64 rows: one promotes what it has while the other's products go on.
 template <bool kIsWeights, typename Shared>
 __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_row = warp * 16;  // of the tile: this warp's first one
-  Tiles tiles(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns);
-  Stage stage;
-  for (Tile tile; tiles.next(tile);) {
+  const int num_blocks = gemm.depth / kBlock;
+  Stage<Shared::kStages> stage;
+  Tile tile;
+  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
     const int row = first_row<kIsWeights>(tile, cta) + own_row;
     const int own_scale = own_row + lane / 4 + row % 4;
     const float* scales_b = nullptr;  // of the two halves: of weights
-    const int num_blocks = gemm.depth / kBlock;
     if constexpr (!kIsWeights) {
       scales_b =
           gemm.scales_b +
           static_cast<std::int64_t>(tile.expert * gemm.columns + tile.column) / kBlock * num_blocks;
     }
-    float total[kHalves][64];
+    Sums total[kHalves], product;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
+    for (Sums& sums : total) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) total[half][i] = 0;
+      for (float& sum : sums) sum = 0;
     }
     for (int step = first; step < end; ++step, stage.advance()) {
       float of_half[kHalves];
@@ -188,38 +232,46 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
       const int s = stage.index;
       hopper::wait(&shared.full[s], stage.parity);
       const float of_rows[2] = {shared.scales_a[s][own_scale], shared.scales_a[s][own_scale + 8]};
+      const auto release = [&] {
+        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+      };
+      const std::uint64_t b = hopper::describe(shared.b[s]);
       const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const std::uint64_t b = hopper::describe(shared.b[s] + half * kBytesOfB / kHalves);
-        float product[64];
         hopper::begin_products();
 #pragma unroll
         for (int k = 0; k < kBlock / 32; ++k) {
-          hopper::multiply(product, a + k * 2, b + k * 2, k > 0);  // 32 bytes further
+          // The other half is kBlock rows further, and k a multiple of 32 bytes.
+          hopper::multiply(product, a + k * 2, b + half * (kBlock * kBlock / 16) + k * 2, k > 0);
         }
         hopper::end_products();
-        hopper::wait_for_products();
         if constexpr (kIsWeights) {
-          promote(total[half], product, of_rows, shared.scales_b[s] + half * kBlock + lane % 4 * 2);
+          const float* columns = shared.scales_b[s] + half * kBlock + lane % 4 * 2;
+          ColumnScales own;
+#pragma unroll
+          for (int pair = 0; pair < ColumnScales::kPairs; ++pair) own.load(columns, pair);
+          hopper::wait_for_products(product);
+          promote(total[half], product, of_rows, own, columns);
         } else {
-          if (half == kHalves - 1 && lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+          hopper::wait_for_products(product);
+          if (half == kHalves - 1) release();
           const float scales[2] = {of_rows[0] * of_half[half], of_rows[1] * of_half[half]};
           promote(total[half], product, scales);
         }
       }
       if constexpr (kIsWeights) {
         __syncwarp();  // all its lanes have read the scales
-        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+        release();
       }
     }
-    const auto write = [&](const float (&sums)[64], int column) {
+    const auto write = [&](const Sums& sums, int column) {
       if constexpr (kIsWeights) {
         if (first == end && gemm.adds) return;
         float* out = static_cast<float*>(gemm.out) +
                      (static_cast<std::int64_t>(tile.expert) * gemm.rows + row) * gemm.columns +
                      column;
-        write_weights(sums, out, gemm.columns, gemm.adds);
+        write_weights(sums, shared.out[warp], out, gemm.columns, gemm.adds);
       } else {
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(gemm.out) +
                              static_cast<std::int64_t>(row) * gemm.columns + column;
@@ -230,13 +282,14 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
     write(total[0], tile.column);
     write(total[1], tile.column + kBlock);
   }
+  if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
 }
 
 template <bool kIsWeights, typename Shared>
 __device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared) {
   const int cta = hopper::cluster_rank();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
+    for (int s = 0; s < Shared::kStages; ++s) {
       hopper::init_barrier(&shared.full[s], 1);
       hopper::init_barrier(&shared.empty[s], kClusterCtas * kMultipliers * 4);
     }
@@ -245,8 +298,7 @@ __device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared)
   hopper::cluster_barrier();
   if (threadIdx.x >= kMultipliers * 128) {
     hopper::lower_registers<40>();
-    if (threadIdx.x == kMultipliers * 128) load_tiles<kIsWeights>(maps, gemm, shared, cta);
-    __syncwarp();  // before the barrier, at which a warp's threads must come together
+    if (threadIdx.x / 32 == kMultipliers * 4) load_tiles<kIsWeights>(maps, gemm, shared, cta);
   } else {
     hopper::raise_registers<232>();
     multiply_tiles<kIsWeights>(gemm, shared, cta);

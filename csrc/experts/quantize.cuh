@@ -33,38 +33,35 @@ struct Swiglu {
   int num_experts, columns, probs_pitch;
 };
 
-// Eight bf16 from one load.
-struct Eight {
-  uint4 bits;
-  __device__ float operator[](int i) const {
-    const unsigned int word = i < 2 ? bits.x : i < 4 ? bits.y : i < 6 ? bits.z : bits.w;
-    return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
-  }
-};
-// Zeros where `is_valid` does not hold.
-__device__ inline Eight load_eight(const __nv_bfloat16* from, bool is_valid) {
-  return {is_valid ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0}};
+// Four bf16 from one load; zeros where `is_valid` does not hold.
+__device__ inline uint2 load_four(const __nv_bfloat16* from, bool is_valid) {
+  return is_valid ? *reinterpret_cast<const uint2*>(from) : uint2{0, 0};
+}
+__device__ inline float value_of(const uint2& four, int i) {
+  const std::uint32_t pair = i < 2 ? four.x : four.y;
+  return i % 2 ? high(pair) : low(pair);
+}
+__device__ inline uint2 rounded(const float (&values)[kColumnsOfLane]) {
+  return uint2{hopper::to_bf16(values[0], values[1]), hopper::to_bf16(values[2], values[3])};
 }
 
-// Calls `fill(r, row, is_valid, values[r])` for each of this thread's rows of a block, which may
-// lie after the block's last one.
+// Calls `fill(r, row, is_valid)` for each of this thread's rows of a block, which may lie after the
+// block's last one.
 template <typename Fill>
-__device__ inline void fill_rows(Values& values, const RowBlock& block, Fill&& fill) {
+__device__ inline void for_rows(const RowBlock& block, Fill&& fill) {
   const Part part;
 #pragma unroll
-  for (int r = 0; r < kPart; ++r) {
+  for (int r = 0; r < kRowsOfWarp; ++r) {
     fill(r, static_cast<std::int64_t>(block.first_row) + part.row + r,
-         part.row + r < block.num_rows, values[r]);
+         part.row + r < block.num_rows);
   }
 }
 
 // The thread's rows of a block of bf16 [rows, pitch]; `first`: its first column, in row 0.
 __device__ inline void load_rows(Values& values, const RowBlock& block, const __nv_bfloat16* first,
                                  int pitch) {
-  fill_rows(values, block, [&](int, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
-    const Eight eight = load_eight(first + row * pitch, is_valid);
-#pragma unroll
-    for (int c = 0; c < kPart; ++c) to_row[c] = eight[c];
+  for_rows(block, [&](int r, std::int64_t row, bool is_valid) {
+    values[r] = load_four(first + row * pitch, is_valid);
   });
 }
 
@@ -79,24 +76,30 @@ __device__ inline void quantize_rows(const Rows& from, const Fp8Rows& to, TileSh
 
 __device__ inline float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
-// The result.
+// The result, rounded to bf16 first, as if it had been stored in between.
 __device__ inline void quantize_swiglu(const Swiglu& from, const Fp8Rows& to, TileShared& shared) {
   const TileAt at(from.columns);
   const RowBlock block = block_of(from.offsets, from.num_experts, at.block);
   if (block.number < 0) return;
   const __nv_bfloat16* first = from.inputs + at.column + Part().column;
   Values values;
-  fill_rows(values, block, [&](int, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
-    const Eight gate = load_eight(first + row * 2 * from.columns, is_valid);
-    const Eight up = load_eight(first + (row * 2 + 1) * from.columns, is_valid);
+  for_rows(block, [&](int r, std::int64_t row, bool is_valid) {
+    const uint2 gate = load_four(first + row * 2 * from.columns, is_valid);
+    const uint2 up = load_four(first + (row * 2 + 1) * from.columns, is_valid);
     const float prob = is_valid ? from.probs[row] : 0;
+    float results[kColumnsOfLane];
 #pragma unroll
-    for (int c = 0; c < kPart; ++c) to_row[c] = gate[c] * sigmoid(gate[c]) * up[c] * prob;
+    for (int c = 0; c < kColumnsOfLane; ++c) {
+      const float g = value_of(gate, c);
+      results[c] = g * sigmoid(g) * value_of(up, c) * prob;
+    }
+    values[r] = rounded(results);
   });
   quantize(values, to, block, at.column, shared);
 }
 
-// The gradients of the inputs: two tiles, of the gates and of the values, [num_rows, 2 columns].
+// The gradients of the inputs, rounded likewise: two tiles, of the gates and of the values,
+// [num_rows, 2 columns].
 __device__ inline void quantize_swiglu_grads(const Swiglu& from, const Fp8Rows& to,
                                              TileShared& shared) {
   const TileAt at(from.columns);
@@ -104,36 +107,34 @@ __device__ inline void quantize_swiglu_grads(const Swiglu& from, const Fp8Rows& 
   if (block.number < 0) return;
   const __nv_bfloat16* first = from.inputs + at.column + Part().column;
   const __nv_bfloat16* grads = from.grads + at.column + Part().column;
-  float* prob_grads = from.prob_grads + std::int64_t{at.column / kBlock} * from.probs_pitch;
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {  // again from the caches: both do not fit into registers
-    Values values;
-    fill_rows(values, block, [&](int r, std::int64_t row, bool is_valid, float (&to_row)[kPart]) {
-      const Eight gate = load_eight(first + row * 2 * from.columns, is_valid);
-      const Eight up = load_eight(first + (row * 2 + 1) * from.columns, is_valid);
-      const Eight grad = load_eight(grads + row * from.columns, is_valid);
-      const float prob = is_valid ? from.probs[row] : 0;
-      float of_prob = 0;
+  Values of_gates, of_values;
+  float of_probs[kRowsOfWarp];
+  for_rows(block, [&](int r, std::int64_t row, bool is_valid) {
+    const uint2 gate = load_four(first + row * 2 * from.columns, is_valid);
+    const uint2 up = load_four(first + (row * 2 + 1) * from.columns, is_valid);
+    const uint2 grad = load_four(grads + row * from.columns, is_valid);
+    const float prob = is_valid ? from.probs[row] : 0;
+    float to_gate[kColumnsOfLane], to_value[kColumnsOfLane];
+    of_probs[r] = 0;
 #pragma unroll
-      for (int c = 0; c < kPart; ++c) {
-        const float s = sigmoid(gate[c]), silu = gate[c] * s, of_result = grad[c] * prob;
-        if (half == 0) {
-          to_row[c] = of_result * up[c] * (s + silu * (1 - s));
-          of_prob += grad[c] * silu * up[c];
-        } else {
-          to_row[c] = of_result * silu;
-        }
-      }
-      if (half == 0) {
-#pragma unroll
-        for (int lanes = 1; lanes < 16; lanes *= 2) {
-          of_prob += __shfl_xor_sync(~0u, of_prob, lanes);
-        }
-        if (static_cast<int>(threadIdx.x % 16) == r && is_valid) prob_grads[row] = of_prob;
-      }
-    });
-    quantize(values, to, block, at.column + half * from.columns, shared);
+    for (int c = 0; c < kColumnsOfLane; ++c) {
+      const float g = value_of(gate, c), s = sigmoid(g), silu = g * s;
+      const float of_result = value_of(grad, c) * prob;
+      to_gate[c] = of_result * value_of(up, c) * (s + silu * (1 - s));
+      to_value[c] = of_result * silu;
+      of_probs[r] += value_of(grad, c) * silu * value_of(up, c);
+    }
+    of_gates[r] = rounded(to_gate);
+    of_values[r] = rounded(to_value);
+  });
+  const float own = join_lanes(of_probs, [](float a, float b) { return a + b; });
+  const int lane = threadIdx.x % 32, row = Part().row + lane / (32 / kRowsOfWarp);
+  if (lane % (32 / kRowsOfWarp) == 0 && row < block.num_rows) {
+    from.prob_grads[std::int64_t{at.column / kBlock} * from.probs_pitch + block.first_row + row] =
+        own;
   }
+  quantize(of_gates, to, block, at.column, shared);
+  quantize(of_values, to, block, at.column + from.columns, shared);
 }
 
 // Weights [num_experts * rows, columns] and where they go.
@@ -155,27 +156,27 @@ __device__ inline void quantize_weights(const Weights& job, TileShared& shared) 
   Values values;
   load_rows(values, {at.block * kBlock, kBlock, at.block}, job.values + at.column + Part().column,
             job.columns);
-  float amax[kPart];
-  find_columns(values, shared, amax);
-  float most = 0;
+  const uint2 amax = largest_of_columns(values);
+  std::uint32_t own[1]{hopper::larger(amax.x, amax.y)};
+  shared.amax[threadIdx.x / 32][threadIdx.x % 32].x = join_lanes(own, hopper::larger);
+  __syncthreads();
+  std::uint32_t most = 0;
 #pragma unroll
-  for (int c = 0; c < kPart; ++c) most = fmaxf(most, amax[c]);
+  for (const auto& of_warp : shared.amax) most = hopper::larger(most, of_warp[0].x);
+  const float one = scale_for(fmaxf(low(most), high(most)), job.is_power_of_two);
+  float of_rows[kRowsOfWarp], of_columns[kColumnsOfLane];
 #pragma unroll
-  for (int lanes = 1; lanes < 16; lanes *= 2) {
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-  }
-  float scale[kPart];
+  for (float& scale : of_rows) scale = one;
 #pragma unroll
-  for (int i = 0; i < kPart; ++i) scale[i] = scale_for(most, job.is_power_of_two);
+  for (float& scale : of_columns) scale = one;
   if (threadIdx.x == 0) {
     const int scales = expert * rows_of_expert * num_columns;
-    job.scales[scales + block * num_columns + at.column / kBlock] = __frcp_rn(scale[0]);
-    job.scales_transposed[scales + at.column / kBlock * rows_of_expert + block] =
-        __frcp_rn(scale[0]);
+    job.scales[scales + block * num_columns + at.column / kBlock] = __frcp_rn(one);
+    job.scales_transposed[scales + at.column / kBlock * rows_of_expert + block] = __frcp_rn(one);
   }
-  write_fp8_rows(values, scale, job.fp8 + first, job.columns, kBlock);
+  write_fp8_rows(values, of_rows, job.fp8 + first, job.columns, kBlock);
   write_fp8_columns(
-      values, scale, shared,
+      values, of_columns, shared,
       job.transposed + of_expert + static_cast<std::int64_t>(at.column) * job.rows + block * kBlock,
       job.rows);
 }

@@ -4,8 +4,9 @@
 //
 //     nvcc -std=c++17 -O3 -I csrc -gencode arch=compute_90a,code=sm_90a tests/gpu/fp8_experts.cu
 //
-// An argument chooses shapes by how their names begin.  For each shape a line with the largest error of each step (at most 1 is right), then a line for
-// each step with its median time.  Values are drawn; of results, samples are checked.
+// An argument chooses shapes by how their names begin.  For each shape a line with the largest
+// error of each step (at most 1 is right), then a line for each step with its median time.  Values
+// are drawn; of results, samples are checked.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -99,14 +100,14 @@ __global__ void check_weights(Fp8Rows a, Fp8Rows b, const std::int32_t* offsets,
   int block = 0;
   for (int e = 0; e < expert; ++e) block += blocks_of(offsets[e + 1] - offsets[e]);
   const int end = block + blocks_of(offsets[expert + 1] - offsets[expert]);
-  const std::int64_t pitch = std::int64_t{a.blocks_pitch} * kBlock;
   double sum = 0, magnitude = 0;
   for (; block < end; ++block) {
     const double scale = static_cast<double>(a.scales_transposed[block * a.columns + row]) *
                          b.scales_transposed[block * b.columns + column];
-    for (std::int64_t k = std::int64_t{block} * kBlock; k < (block + 1) * kBlock; ++k) {
-      const double each = scale * value_of(a.transposed[row * pitch + k]) *
-                          value_of(b.transposed[column * pitch + k]);
+    const std::uint8_t* of_a = a.transposed + (std::int64_t{block} * a.columns + row) * kBlock;
+    const std::uint8_t* of_b = b.transposed + (std::int64_t{block} * b.columns + column) * kBlock;
+    for (int k = 0; k < kBlock; ++k) {
+      const double each = scale * value_of(of_a[k]) * value_of(of_b[k]);
       sum += each;
       magnitude += fabs(each);
     }
@@ -134,7 +135,7 @@ __global__ void check_quantized(const bf16* x, Fp8Rows to, const std::int32_t* o
     if (first + k < offsets[expert + 1])
       in_column = fmaxf(in_column, fabsf(value(first + k, column)));
   }
-  const std::int64_t at = (column * to.blocks_pitch + block) * kBlock + inside % kBlock;
+  const std::int64_t at = (block * columns + column) * kBlock + inside % kBlock;
   const float want = value(row, column);
   const float by_row = value_of(to.rows[row * columns + column]) *
                        to.scales[column / kBlock * to.scales_pitch + row];
@@ -181,9 +182,7 @@ struct Matrix {  // of weights, [num_experts * rows, columns]
     grads = alloc<float>(size);
     fill<<<1024, 256>>>(const_cast<bf16*>(job.values), size, 1 / std::sqrt(columns), seed);
   }
-  void quantize() const {
-    quantize_weights(job, experts, nullptr);
-  }
+  void quantize() const { quantize_weights(job, experts, nullptr); }
   int experts, rows, columns;
   Weights job;
   float* grads;
@@ -245,13 +244,11 @@ void run(const Shape& shape, int num_sms) {
   };
   const double size = static_cast<double>(hidden) * ffn;
   const std::vector<Step> steps{
-      {"quantise rows",
-       [&] { quantize_rows({x, offsets, num_experts}, x8, nullptr); },
+      {"quantise rows", [&] { quantize_rows({x, offsets, num_experts}, x8, nullptr); },
        [&] { check_quantized<<<grid, 128>>>(x, x8, offsets, num_experts, worst); }, 0},
       {"fc1", [&] { multiply(x8, fc1.job.fp8, fc1.job.scales, 2 * ffn, inputs); },
        [&] { rows_checked(x8, fc1.job.fp8, fc1.job.scales, 2 * ffn, inputs); }, 2 * size},
-      {"SwiGLU", [&] { quantize_swiglu(swiglu, activated, nullptr); },
-       [] {}, 0},
+      {"SwiGLU", [&] { quantize_swiglu(swiglu, activated, nullptr); }, [] {}, 0},
       {"fc2", [&] { multiply(activated, fc2.job.fp8, fc2.job.scales, hidden, y); },
        [&] { rows_checked(activated, fc2.job.fp8, fc2.job.scales, hidden, y); }, size},
       {"quantise gradients",  // of the rows' values
@@ -260,9 +257,7 @@ void run(const Shape& shape, int num_sms) {
       {"fc2's input",
        [&] { multiply(y8, fc2.job.transposed, fc2.job.scales_transposed, ffn, grads); },
        [&] { rows_checked(y8, fc2.job.transposed, fc2.job.scales_transposed, ffn, grads); }, size},
-      {"SwiGLU's gradients",
-       [&] { quantize_swiglu_grads(swiglu, of_inputs, nullptr); },
-       [] {}, 0},
+      {"SwiGLU's gradients", [&] { quantize_swiglu_grads(swiglu, of_inputs, nullptr); }, [] {}, 0},
       {"fc1's input",
        [&] { multiply(of_inputs, fc1.job.transposed, fc1.job.scales_transposed, hidden, y); },
        [&] { rows_checked(of_inputs, fc1.job.transposed, fc1.job.scales_transposed, hidden, y); },

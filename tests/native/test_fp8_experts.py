@@ -32,35 +32,45 @@ pytestmark = [
 # fmt: off
 MISTAKES = {
     "a stage is released before its products are done": (Change(
-        "experts/products.cuh", "hopper::end_products();\n        «hopper::wait_for_products();»",
-        "if (half == 0) { hopper::wait_for_products(); }"), "products", "rows: "),
+        "experts/products.cuh", "«hopper::wait_for_products(product);»\n          if (half ==",
+        "if (half == 0) { hopper::wait_for_products(product); }"), "products", "rows: "),
     "a stage is overwritten while the other CTA multiplies": (Change(
         "experts/products.cuh", "&shared.empty[s], «kClusterCtas * kMultipliers * 4»);",
         "kMultipliers * 4"), "products", ""),
     "scales are read after the stage is released": (Change(
-        "experts/products.cuh", "«half == kHalves - 1» && lane < kClusterCtas", "half == 0"),
+        "experts/products.cuh", "if («half == kHalves - 1») release();", "half == 0"),
         "products", ""),
+    "columns have the scales of others": (Change(
+        "experts/products.cuh", "own.load(columns + «ColumnScales::kPairs * 8», pair);", "0"),
+        "products", "weights: "),
     "rows of the next expert are overwritten": (Change(
         "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
     "all rows have the scale of the upper half": (Change(
-        "experts/products.cuh", "shared.scales_a[s][«own_scale + 8»]", "own_scale"), "products", "rows: "),
+        "experts/products.cuh", "shared.scales_a[s][«own_scale + 8»]", "own_scale"),
+        "products", "rows: "),
     "an expert's last block is taken for the next one's first": (Change(
-        "experts/tiles.cuh", "«(num_rows + kBlock - 1)» / kBlock;", "num_rows"),
-        "products", "weights: "),
+        "experts/tiles.cuh", "blocks = is_expert ? «(end - begin + kBlock - 1)» / kBlock",
+        "(end - begin)"), "products", "weights: "),
     "weights are written, not added": (Change(
-        "experts/products.cuh", "if («adds») {\n      hopper::add_pair", "false"),
+        "experts/products.cuh", "kBlock * sizeof(float), «adds»);", "false"),
+        "products", "weights: "),
+    "sums are overwritten before they are stored": (Change(
+        "experts/products.cuh", "«hopper::wait_for_reads();»  // of what", ""),
         "products", "weights: "),
     "a block's scale is that of a part of it": (Change(
-        "experts/fp8_tile.cuh", "for (int lanes = 1; «lanes < 16»; lanes *= 2) {\n      amax[r]",
-        "lanes < 8"), "quantized", "rows, by rows: "),
+        "experts/fp8_tile.cuh", "own = «join_lanes(amax, hopper::larger)»;", "amax[0]"),
+        "quantized", "rows, by rows: "),
     "rows after an expert's last one are not zeros": (Change(
         "experts/quantize.cuh",
         "load_rows(values, «block», from.values",
         "RowBlock{block.first_row, min(kBlock, from.offsets[from.num_experts] - block.first_row), "
         "block.number}"), "quantized", "rows, transposed: "),
     "a transposed row is not where it is looked for": (Change(
-        "experts/fp8_tile.cuh", "second = bytes[«(piece + 1) ^ swizzle»]",
-        "(piece ^ swizzle) + 1"), "quantized", "rows, transposed: "),
+        "experts/fp8_tile.cuh", "if («swizzle % 2») bytes = uint4", "false"),
+        "quantized", "rows, transposed: "),
+    "a row has the scale of another one": (Change(
+        "experts/fp8_tile.cuh", "own_scale, r / 2 * 8 + «r % 2»)", "0"),
+        "quantized", "rows, by rows: "),
 }
 # fmt: on
 

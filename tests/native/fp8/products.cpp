@@ -36,7 +36,7 @@ struct Sum {
 };
 
 void check_rows(const Experts& experts) {
-  constexpr int kDepth = 256, kColumns = 512;
+  constexpr int kDepth = 384, kColumns = 512;
   const int rows = experts.num_rows(), pitch = experts.pitch();
   const auto a = draw_fp8(static_cast<std::size_t>(rows) * kDepth);
   const auto b = draw_fp8(static_cast<std::size_t>(experts.size()) * kColumns * kDepth);
@@ -82,8 +82,8 @@ void check_weights(const Experts& experts, bool adds) {
   const auto scales_a = draw_scales(experts.num_blocks() * kRows);
   const auto scales_b = draw_scales(experts.num_blocks() * kColumns);
   std::vector<float> out(static_cast<std::size_t>(experts.size()) * kRows * kColumns, kBefore);
-  const GemmMaps maps{map_of(a, width, kRows, kBlock, kTileRows),
-                      map_of(b, width, kColumns, kBlock, kTileColumns / 2),
+  const GemmMaps maps{map_of(a, kBlock, experts.num_blocks() * kRows, kBlock, kTileRows),
+                      map_of(b, kBlock, experts.num_blocks() * kColumns, kBlock, kTileColumns / 2),
                       map_of(scales_a, kRows, experts.num_blocks(), kScalesOfA, 1),
                       map_of(scales_b, kColumns, experts.num_blocks(), kTileColumns, 1)};
   const Gemm gemm{
@@ -97,10 +97,10 @@ void check_weights(const Experts& experts, bool adds) {
     if (adds) sum.add(kBefore);
     const int end = experts.first_block[expert + 1];
     for (int block = experts.first_block[expert]; block < end; ++block) {
-      for (int k = block * kBlock; k < (block + 1) * kBlock; ++k) {
-        sum.add(static_cast<double>(from_fp8(a[row * width + k])) *
-                from_fp8(b[column * width + k]) * scales_a[block * kRows + row] *
-                scales_b[block * kColumns + column]);
+      for (int k = 0; k < kBlock; ++k) {
+        sum.add(static_cast<double>(from_fp8(a[(block * kRows + row) * kBlock + k])) *
+                from_fp8(b[(block * kColumns + column) * kBlock + k]) *
+                scales_a[block * kRows + row] * scales_b[block * kColumns + column]);
       }
     }
     if (!sum.is(out[i], 0)) {

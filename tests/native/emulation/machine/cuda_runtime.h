@@ -28,6 +28,9 @@ struct alignas(16) uint4 {
 struct float2 {
   float x, y;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
   return {x, y, z, w};
 }

@@ -31,7 +31,26 @@ inline float __shfl_xor_sync(unsigned int, float value, int distance) {
   return __uint_as_float(static_cast<unsigned int>(given[emu::lane() ^ distance]));
 }
 
+inline float __shfl_sync(unsigned int, float value, int lane) {
+  return __uint_as_float(static_cast<unsigned int>(emu::exchange(__float_as_uint(value))[lane]));
+}
+inline std::uint32_t __shfl_xor_sync(unsigned int, std::uint32_t value, int distance) {
+  return static_cast<std::uint32_t>(emu::exchange(value)[emu::lane() ^ distance]);
+}
+
 namespace ncclep::hopper {
+
+inline std::uint32_t to_bf16(float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return pair.x.bits | std::uint32_t{pair.y.bits} << 16;
+}
+inline std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
+  const auto one = [](std::uint32_t x, std::uint32_t y) {
+    const float u = __uint_as_float((x & 0x7fff) << 16), v = __uint_as_float((y & 0x7fff) << 16);
+    return __float_as_uint(std::fmax(u, v)) >> 16;
+  };
+  return one(a, b) | one(a >> 16, b >> 16) << 16;
+}
 
 struct Barrier {
   int arrivals, missing, parity = 0;
@@ -186,18 +205,21 @@ inline std::uint32_t to_fp8(float a, float b, float c, float d) {
 inline std::uint64_t describe(const void* rows) {
   return std::uint64_t{1} << 62 | std::uint64_t{1024 >> 4} << 32 | (shared_address(rows) >> 4);
 }
-// Byte `k` of a row of a described matrix.
-inline float element(std::uint64_t matrix, int row, int k) {
+inline float value_of(std::uint8_t bits) {
   static const std::vector<float> values = [] {
     std::vector<float> all;
-    for (int bits = 0; bits < 256; ++bits) all.push_back(from_fp8(static_cast<std::uint8_t>(bits)));
+    for (int each = 0; each < 256; ++each) all.push_back(from_fp8(static_cast<std::uint8_t>(each)));
     return all;
   }();
+  return values[bits];
+}
+// Byte `k` of a row of a described matrix.
+inline float element(std::uint64_t matrix, int row, int k) {
   const auto field = [&](int from) {
     return static_cast<std::uint32_t>(matrix >> from & 0x3fff) << 4;
   };
   const std::uint32_t offset = field(0) + row / 8 * field(32) + row % 8 * 128 + k;
-  return values[static_cast<std::uint8_t>(own_memory()[swizzled(offset)])];
+  return value_of(static_cast<std::uint8_t>(own_memory()[swizzled(offset)]));
 }
 inline void multiply_now(const Product& product) {
   const int thread = emu::self().thread % 128;
@@ -213,7 +235,7 @@ inline void multiply_now(const Product& product) {
 }
 inline void begin_products() {}
 inline void end_products() {}
-inline void wait_for_products() {
+inline void wait_for_products(float (&)[64]) {
   emu::maybe_yield();
   for (const Product& product : products[&emu::self()]) multiply_now(product);
   products[&emu::self()].clear();
@@ -226,10 +248,30 @@ inline void multiply(float (&sums)[64], std::uint64_t a, std::uint64_t b, bool a
   for (const Product& product : waiting) multiply_now(product);
   waiting.clear();
 }
+inline float2 load_pair(const float* shared) { return {shared[0], shared[1]}; }
 
-inline void add_pair(float* to, float a, float b) {
-  to[0] += a;
-  to[1] += b;
+struct Store {
+  float* to;
+  const float* from;
+  int size;
+  bool adds;
+};
+inline std::map<emu::Fiber*, std::vector<Store>> stores;  // that have not happened
+
+inline void wait_for_reads() {
+  for (const Store& store : stores[&emu::self()]) {
+    for (int i = 0; i < store.size; ++i) {
+      store.to[i] = store.adds ? store.to[i] + store.from[i] : store.from[i];
+    }
+  }
+  stores[&emu::self()].clear();
+}
+inline void show_to_copies() {}
+inline void store(float* to, const float* shared, int bytes, bool adds) {
+  EMU_REQUIRE(reinterpret_cast<std::uintptr_t>(to) % 16 == 0 && bytes % 16 == 0);
+  EMU_REQUIRE(shared_address(shared) % 16 == 0);
+  stores[&emu::self()].push_back({to, shared, bytes / 4, adds});
+  if (emu::draw(2)) wait_for_reads();
 }
 
 }  // namespace ncclep::hopper
