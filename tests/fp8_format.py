@@ -60,7 +60,7 @@ def by_rows(values: Tensor, powers_of_two: bool = True) -> tuple[Tensor, Tensor]
 def transposed(
     values: Tensor, ends: list[int], powers_of_two: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of 128 rows of a column: codes [columns, blocks * 128], 1 / scales [blocks, columns].
+    """Blocks of 128 rows of a column: codes [blocks, columns, 128], 1 / scales [blocks, columns].
 
     Each expert, with rows from ends[g] to ends[g + 1], begins a block, which zeros fill up.
     """
@@ -70,8 +70,7 @@ def transposed(
         parts += [values[begin:end].float(), values.new_zeros((begin - end) % BLOCK, columns)]
     blocks = torch.cat(parts).unflatten(0, (-1, BLOCK))
     scale = scales_of(largest(blocks, 1), powers_of_two)
-    codes = codes_of(blocks, scale).flatten(0, 1).t().contiguous()
-    return codes, (1 / scale).squeeze(1)
+    return codes_of(blocks, scale).mT.contiguous(), (1 / scale).squeeze(1)
 
 
 def of_weights(weights: Tensor, powers_of_two: bool = True) -> tuple[Tensor, Tensor]:
@@ -92,8 +91,7 @@ def rows_again(codes: Tensor, scales: Tensor) -> Tensor:
 
 def transposed_again(codes: Tensor, scales: Tensor, ends: list[int]) -> Tensor:
     """fp64 [ends[-1], columns]: what the results of `transposed` stand for."""
-    values = values_of(codes).double().t()
-    values = values[: len(scales) * BLOCK] * scales.double().repeat_interleave(BLOCK, 0)
+    values = (values_of(codes).double() * scales.double()[..., None]).mT.flatten(0, 1)
     parts, first = [values[:0]], 0
     for begin, end in pairwise(ends):
         parts.append(values[first : first + end - begin])

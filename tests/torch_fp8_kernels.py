@@ -117,7 +117,7 @@ class TorchFp8Kernels:
         if transposed is not None:
             assert scales_transposed is not None
             codes, of_blocks = fp8.transposed(values, ends, powers_of_two)
-            transposed[:, : codes.shape[1]] = codes
+            transposed[: len(codes)] = codes
             scales_transposed[: len(of_blocks)] = of_blocks
 
 

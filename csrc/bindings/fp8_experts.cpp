@@ -58,7 +58,7 @@ fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Ex
   fp8::Matrix matrix{};
   matrix.num_rows = num_rows;
   matrix.columns = static_cast<int>(columns);
-  std::int64_t pitch = blocks;
+  std::int64_t num_blocks = blocks;
   if (rows) {
     require(rows->is(ncclepUint8, {num_rows, columns}), "rows must be uint8 [", num_rows, ", ",
             columns, "]");
@@ -73,19 +73,18 @@ fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Ex
   }
   if (transposed) {
     require_matrix(*scales_transposed, ncclepFloat32, "scales_transposed");
-    pitch = scales_transposed->shape[0];
+    num_blocks = scales_transposed->shape[0];
     // The host does not know the experts' numbers of rows, so there is room for the most blocks.
-    require(pitch >= blocks && scales_transposed->shape[1] == columns,
+    require(num_blocks >= blocks && scales_transposed->shape[1] == columns,
             "scales_transposed must be float32 [", blocks, " or more, ", columns, "]");
-    require(transposed->is(ncclepUint8, {columns, pitch * fp8::kBlock}),
-            "transposed must be uint8 [", columns, ", ", pitch * fp8::kBlock, "]");
+    require(transposed->is(ncclepUint8, {num_blocks, columns, fp8::kBlock}),
+            "transposed must be uint8 [", num_blocks, ", ", columns, ", ", fp8::kBlock, "]");
     matrix.transposed = memory_of<std::uint8_t>(*transposed, "transposed");
     matrix.scales_transposed = memory_of<float>(*scales_transposed, "scales_transposed");
   }
-  require(
-      num_rows <= kMost && pitch <= kMost / fp8::kBlock && pitch <= kMost / (columns / fp8::kBlock),
-      num_rows, " rows of ", columns, " columns are too many");
-  matrix.blocks_pitch = static_cast<int>(pitch);
+  require(num_rows <= kMost && num_blocks <= kMost / fp8::kBlock && num_blocks <= kMost / columns,
+          num_rows, " rows of ", columns, " columns are too many");
+  matrix.num_blocks = static_cast<int>(num_blocks);
   return matrix;
 }
 
@@ -237,7 +236,7 @@ void bind_products(py::module_& module) {
           require_multiple(columns, fp8::kResultColumns, "a side of the result");
           const fp8::Matrix matrix =
               matrix_of(num_rows, columns, experts, std::nullopt, std::nullopt, transposed, scales);
-          require(matrix.blocks_pitch == blocks, "a and b must have room for the same rows");
+          require(matrix.num_blocks == blocks, "a and b must have room for the same rows");
           return matrix;
         };
         fp8::multiply_for_weights(side(a, a_scales, out.shape[1]), side(b, b_scales, out.shape[2]),

@@ -12,8 +12,8 @@ static_assert(kBlock == experts::kBlock && kResultColumns == experts::kTileColum
 cudaStream_t handle(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 experts::Fp8Rows rows_of(const Matrix& matrix, Scales scales) {
-  return {matrix.rows,    matrix.scales,       matrix.transposed,   matrix.scales_transposed,
-          matrix.columns, matrix.scales_pitch, matrix.blocks_pitch, scales == Scales::kPowersOfTwo};
+  return {matrix.rows,    matrix.scales,       matrix.transposed, matrix.scales_transposed,
+          matrix.columns, matrix.scales_pitch, matrix.num_blocks, scales == Scales::kPowersOfTwo};
 }
 
 experts::Swiglu swiglu_of(const Swiglu& from, const Experts& of) {

@@ -28,10 +28,10 @@ struct Experts {
 struct Matrix {
   std::uint8_t* rows;        // [num_rows, columns], or none
   float* scales;             // [columns / 128, scales_pitch]
-  std::uint8_t* transposed;  // [columns, blocks_pitch * 128], or none; an expert begins a block
-  float* scales_transposed;  // [blocks_pitch, columns]
+  std::uint8_t* transposed;  // [num_blocks, columns, 128], or none; an expert begins a block
+  float* scales_transposed;  // [num_blocks, columns]
   std::int64_t num_rows;
-  int columns, scales_pitch, blocks_pitch;
+  int columns, scales_pitch, num_blocks;
 };
 
 // The inputs of SwiGLU, bf16 [num_rows, 2 * columns], gates before values.

@@ -42,7 +42,7 @@ def places(columns: int, num_rows: int = NUM_ROWS, experts: int = len(SIZES)) ->
     return Fp8Rows(
         torch.zeros(num_rows, columns, dtype=FP8),
         torch.zeros(columns // BLOCK, -(-num_rows // 4) * 4),
-        torch.zeros(columns, blocks * BLOCK, dtype=FP8),
+        torch.zeros(blocks, columns, BLOCK, dtype=FP8),
         torch.zeros(blocks, columns),
     )
 
@@ -105,7 +105,8 @@ def of_rows(columns: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         "rows": [None, rows[:-1], rows.int(), rows.flatten()],
         "scales": [None, scales.double(), scales[:-1], scales[:, :-4].contiguous(),
                    torch.zeros(columns // BLOCK, NUM_ROWS + 1 | 1)],
-        "transposed": [None, transposed[:-1], transposed[:, :-BLOCK].contiguous()],
+        "transposed": [None, transposed[:-1], transposed[:, :-BLOCK].contiguous(),
+                       transposed.flatten(1)],
         "scales_transposed": [None, scales_transposed[:-1], torch.zeros(blocks, columns + 128)],
     }  # fmt: skip
     return good, wrong

@@ -35,7 +35,7 @@ class Fp8Rows(NamedTuple):
     Attributes:
         rows: uint8 [num_rows, columns], e4m3.
         scales: fp32 [columns / 128, num_rows or a few more]: by which values are multiplied again.
-        transposed: uint8 [columns, num_blocks * 128]; zeros fill each expert's last block up.
+        transposed: uint8 [num_blocks, columns, 128]; zeros fill each expert's last block up.
         scales_transposed: fp32 [num_blocks, columns].
     """
 
@@ -191,7 +191,7 @@ class Fp8Products:
         assert grad.transposed is not None
         assert rows.transposed is not None
         is_direct = isinstance(out, Tensor) and out.dtype is torch.float32 and out.is_contiguous()
-        shape = (len(ends) - 1, len(grad.transposed), len(rows.transposed))
+        shape = (len(ends) - 1, grad.transposed.shape[1], rows.transposed.shape[1])
         sums: Any = out
         if not is_direct:
             sums = torch.empty(shape, dtype=torch.float32, device=grad.transposed.device)
@@ -214,16 +214,16 @@ def _empty_rows(
 ) -> Fp8Rows:
     """Memory for the rows of `like` with so many columns."""
     num_rows, make = len(like), partial(torch.empty, device=like.device)
-    rows = scales = columns_first = of_blocks = None
+    rows = scales = blocks = of_blocks = None
     if by_rows:
         pitch = -(-num_rows // _SCALES_PITCH) * _SCALES_PITCH
         rows = make(num_rows, columns, dtype=torch.uint8)
         scales = make(columns // BLOCK, pitch, dtype=torch.float32)
     if transposed:
-        blocks = num_rows // BLOCK + len(ends) - 1
-        columns_first = make(columns, blocks * BLOCK, dtype=torch.uint8)
-        of_blocks = make(blocks, columns, dtype=torch.float32)
-    return Fp8Rows(rows, scales, columns_first, of_blocks)
+        most = num_rows // BLOCK + len(ends) - 1
+        blocks = make(most, columns, BLOCK, dtype=torch.uint8)
+        of_blocks = make(most, columns, dtype=torch.float32)
+    return Fp8Rows(rows, scales, blocks, of_blocks)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

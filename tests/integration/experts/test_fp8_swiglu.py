@@ -242,8 +242,8 @@ def test_what_is_kept(recomputes: bool) -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             problem.run(recomputes=recomputes)
         weights = {weight.data_ptr() for weight in (*problem.fc1, *problem.fc2)}
-        matrices = [t for t in kept if t.data_ptr() not in weights and t.dim() == 2]
-        kinds = [(t.dtype, len(t)) for t in matrices]
+        others = [t for t in kept if t.data_ptr() not in weights and t.dim() > 1]
+        kinds = [(t.dtype, t.shape[-2]) for t in others]
         in_fp8 = [rows for dtype, rows in kinds if dtype is torch.uint8]
         assert [rows for dtype, rows in kinds if dtype is torch.bfloat16] == [problem.used]
         assert in_fp8 == ([HIDDEN] + ([] if recomputes else [FFN]) if trained else [])
