@@ -8,6 +8,8 @@ expert, in multiply-adds of one of its three GEMMs: rows times hidden size times
 size.  TransformerEngine launches its experts' GEMMs one by one, and each costs the host the same
 time, whatever its size.
 
+In FP8 they are chosen wherever their own products run (fp8_recipe.py): layers were not measured.
+
 The number of rows is that of a balanced routing: tokens of a rank times top-k, divided by the
 experts of a rank, however many ranks share them.
 """
