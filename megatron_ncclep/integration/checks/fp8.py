@@ -9,10 +9,11 @@ for FP4, 256 for its op fuser and grouped tensors).  Megatron pads the blocks in
     for_quantization       probability zero, until the row counts fit: these rows are sent too
 
 Here, dispatch leaves zero rows between the blocks as the engine's alignment, so the experts need
-not pad.  Grouped experts' FP8 products take blocks of any size.  From 0.18 on, TEGroupedMLP skips padding without reading the row counts, as it does with
+not pad.  From 0.18 on, TEGroupedMLP skips padding without reading the row counts, as it does with
 Megatron's own dispatchers that pad (`change_padding`); all other experts read the counts before
 they copy any rows.  The routing map is unchanged.  Zero rows do not affect the scale of a tensor or
 of one of its blocks, which depends on the largest magnitude, and add nothing to weight gradients.
+The FP8 products of grouped experts take blocks of any size.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _Made:
 
     pair: Pair
     products: Fp8Products
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[list[int], list[int]]  # the parameters' addresses, and counts of changes
     in_graph: bool
 
 
@@ -68,19 +68,20 @@ class StepWeights:
             config: TransformerConfig.
             is_training: the experts are in training mode.
         """
-        linears = list(linears)
+        linears, weights = list(linears), (*fc1, *fc2)
         in_graph = fc1[0].is_cuda and torch.cuda.is_current_stream_capturing()
         may_keep = (
             is_training
             and not config.disable_parameter_transpose_cache
             and all(hasattr(linear, "is_first_microbatch") for linear in linears)
-            and not any(weight.is_inference() for weight in (*fc1, *fc2))
+            and not any(map(Tensor.is_inference, weights))
             and (not in_graph or (holds_iteration(config) and torch.is_grad_enabled()))
         )
         if not may_keep:
             self._made = None
             return products.quantize_weights(fc1), products.quantize_weights(fc2)
-        versions = tuple((weight.data_ptr(), weight._version) for weight in (*fc1, *fc2))
+        # Every pass asks, so these are hardly loops of Python's.
+        versions = list(map(Tensor.data_ptr, weights)), [weight._version for weight in weights]
         now, made = (products, versions, in_graph), self._made
         is_first = any(linear.is_first_microbatch for linear in linears)
         if is_first or made is None or (made.products, made.versions, made.in_graph) != now:
