@@ -170,21 +170,24 @@ __device__ inline void show_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Writes `bytes` of fp32, or adds them (then subnormal sums may become zero).  All are multiples of
-// 16 bytes.
-__device__ inline void store(float* to, const float* shared, int bytes, bool adds) {
+// Writes a box of an fp32 tensor map at (x, y), or adds it (then subnormal sums may become zero).
+__device__ inline void store_box(const CUtensorMap& map, int x, int y, const void* shared,
+                                 bool adds) {
   if (adds) {
     asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-        "r"(shared_address(shared)), "r"(bytes)
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], "
+        "[%3];" ::"l"(&map),
+        "r"(x), "r"(y), "r"(shared_address(shared))
         : "memory");
   } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                 "r"(shared_address(shared)), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+            &map),
+        "r"(x), "r"(y), "r"(shared_address(shared))
+        : "memory");
   }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+__device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until this thread's stores have read their values.
 __device__ inline void wait_for_reads() {

@@ -95,11 +95,11 @@ T* at_rank(T* own, int rank) {
 }
 
 inline void cluster_barrier() {
-  static std::map<int, emu::Barrier> meetings;
+  static std::map<std::pair<int, int>, emu::Barrier> meetings;  // by their size too
   const int first = first_of_cluster();
   shared_of[emu::self().cta->index] = own_memory();
   const int size = kCtas * static_cast<int>(emu::self().cta->warps.size()) * emu::kWarpSize;
-  meetings.try_emplace(first, size).first->second.wait();
+  meetings.try_emplace({first, size}, size).first->second.wait();
 }
 
 inline void init_barrier(std::uint64_t* barrier, int arrivals) {
@@ -251,26 +251,39 @@ inline void multiply(float (&sums)[64], std::uint64_t a, std::uint64_t b, bool a
 inline float2 load_pair(const float* shared) { return {shared[0], shared[1]}; }
 
 struct Store {
-  float* to;
-  const float* from;
-  int size;
-  bool adds;
+  CUtensorMap map;
+  int x, y;
+  const char* from;
+  bool adds, has_ended;
 };
 inline std::map<emu::Fiber*, std::vector<Store>> stores;  // that have not happened
 
 inline void wait_for_reads() {
-  for (const Store& store : stores[&emu::self()]) {
-    for (int i = 0; i < store.size; ++i) {
-      store.to[i] = store.adds ? store.to[i] + store.from[i] : store.from[i];
+  std::vector<Store>& waiting = stores[&emu::self()];
+  for (const Store& store : waiting) {
+    if (!store.has_ended) continue;
+    for (int y = 0; y < store.map.box_height; ++y) {
+      for (int x = 0; x < store.map.box_width; ++x) {
+        float value;
+        const std::uint32_t offset = (y * store.map.box_width + x) * 4;
+        std::memcpy(&value, store.from + swizzled(offset), 4);
+        const long at = (store.y + y) * store.map.width + store.x + x;
+        float& to = reinterpret_cast<float*>(const_cast<char*>(store.map.base))[at];
+        to = store.adds ? to + value : value;
+      }
     }
   }
-  stores[&emu::self()].clear();
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(),
+                               [](const Store& store) { return store.has_ended; }),
+                waiting.end());
 }
 inline void show_to_copies() {}
-inline void store(float* to, const float* shared, int bytes, bool adds) {
-  EMU_REQUIRE(reinterpret_cast<std::uintptr_t>(to) % 16 == 0 && bytes % 16 == 0);
-  EMU_REQUIRE(shared_address(shared) % 16 == 0);
-  stores[&emu::self()].push_back({to, shared, bytes / 4, adds});
+inline void store_box(const CUtensorMap& map, int x, int y, const char* shared, bool adds) {
+  EMU_REQUIRE(shared_address(shared) % 1024 == 0 && map.is_swizzled && map.box_width == 32);
+  stores[&emu::self()].push_back({map, x, y, shared, adds, false});
+}
+inline void end_stores() {
+  for (Store& store : stores[&emu::self()]) store.has_ended = true;
   if (emu::draw(2)) wait_for_reads();
 }
 
