@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "experts/hopper.cuh"
@@ -53,6 +54,28 @@ struct __align__(1024) GemmShared {
   std::uint64_t full[kStages], empty[kStages];
 };
 
+// Where in it stage `s` of a pipeline begins.
+template <bool kIsWeights>
+struct Layout {
+  using W = Work<kIsWeights>;
+  using Shared = GemmShared<kIsWeights>;
+  using Address = hopper::Address;
+  Address base;
+  __device__ Address a(int s) const { return base + s * W::kBytesOfA; }
+  __device__ Address b(int s) const { return base + int(offsetof(Shared, b)) + s * W::kBytesOfB; }
+  __device__ Address out(int warp) const {
+    return base + int(offsetof(Shared, out)) + warp * kWarpOut;
+  }
+  __device__ Address scales_a(int s) const {
+    return base + int(offsetof(Shared, scales_a)) + s * W::kPitchOfScales * 4;
+  }
+  __device__ Address scales_b(int s) const {
+    return base + int(offsetof(Shared, scales_b)) + s * W::kScalesOfB * 4;
+  }
+  __device__ Address full(int s) const { return base + int(offsetof(Shared, full)) + s * 8; }
+  __device__ Address empty(int s) const { return base + int(offsetof(Shared, empty)) + s * 8; }
+};
+
 struct GemmMaps {
   CUtensorMap a, b, scales_a;
   CUtensorMap scales_b, out;  // of weight gradients
@@ -93,7 +116,7 @@ __device__ int first_row(const Tile& tile, int cta) {
 // One warp finds tiles, and one thread of it loads: its CTA's rows of a, half of the columns of b
 // for both CTAs, and scales.
 template <bool kIsWeights>
-__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, GemmShared<kIsWeights>& shared,
+__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, const Layout<kIsWeights>& shared,
                            int cta) {
   using W = Work<kIsWeights>;
   constexpr int kHalfBytes = W::kBytesOfB / kClusterCtas;
@@ -112,15 +135,15 @@ __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, GemmShared<kI
       const int y_of_a = row + (kIsWeights ? step * gemm.rows : 0);
       const int y_of_b = column + (kIsWeights ? step * gemm.columns : 0);
       const int s = stage.index;
-      hopper::wait(&shared.empty[s], stage.parity ^ 1);
-      std::uint64_t* full = &shared.full[s];
+      hopper::wait(shared.empty(s), stage.parity ^ 1);
+      const hopper::Address full = shared.full(s);
       hopper::arrive_and_expect(full, kBytes);
-      hopper::load_box(shared.a[s], maps.a, x, y_of_a, full);
-      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b, x,
+      hopper::load_box(shared.a(s), maps.a, x, y_of_a, full);
+      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b(s) + cta * kHalfBytes, maps.b, x,
                            y_of_b + cta * kHalfRows, full);
-      hopper::load_box(shared.scales_a[s], maps.scales_a, row & ~3, step, full);
+      hopper::load_box(shared.scales_a(s), maps.scales_a, row & ~3, step, full);
       if constexpr (kIsWeights) {
-        hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
+        hopper::load_box(shared.scales_b(s), maps.scales_b, column, step, full);
       }
     }
     __syncwarp();
@@ -139,21 +162,21 @@ __device__ inline void promote(Sums& total, const Sums& product, const float (&r
 struct ColumnScales {
   static constexpr int kPairs = kSums / 8;
   float2 pairs[kPairs];
-  __device__ void load(const float* first, int pair) {
-    pairs[pair] = hopper::load_pair(first + pair * 8);
+  __device__ void load(hopper::Address first, int pair) {
+    pairs[pair] = hopper::load_pair(first + pair * 32);
   }
 };
 
 // The same, where every column has a scale too: `own` those of the first half of `columns`.  They
 // are read while others are used.
 __device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2],
-                               ColumnScales& own, const float* columns) {
+                               ColumnScales& own, hopper::Address columns) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int pair = 0; pair < ColumnScales::kPairs; ++pair) {
       const float2 scale = own.pairs[pair];
-      if (half == 0) own.load(columns + ColumnScales::kPairs * 8, pair);
+      if (half == 0) own.load(columns + ColumnScales::kPairs * 32, pair);
       const int i = (half * ColumnScales::kPairs + pair) * 4;
       total[i] += product[i] * (rows[0] * scale.x);
       total[i + 1] += product[i + 1] * (rows[0] * scale.y);
@@ -164,22 +187,20 @@ __device__ inline void promote(Sums& total, const Sums& product, const float (&r
 }
 
 // Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
-__device__ inline void write_rows(const Sums& total, char* staging, __nv_bfloat16* out, int columns,
-                                  int num_rows) {
+__device__ inline void write_rows(const Sums& total, hopper::Address staging, __nv_bfloat16* out,
+                                  int columns, int num_rows) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kSums; i += 2) {
     const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
-    *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
-                                       lane % 4 * 4) = pair;
+    hopper::store(staging + row * 256 + (chunk ^ (row & 7)) * 16 + lane % 4 * 4,
+                  hopper::to_bf16(total[i], total[i + 1]));
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = 2 * i + lane / 16, chunk = lane % 16;
-    const uint4 values =
-        *reinterpret_cast<const uint4*>(staging + row * 256 + (chunk ^ (row & 7)) * 16);
+    const uint4 values = hopper::load_four(staging + row * 256 + (chunk ^ (row & 7)) * 16);
     if (row < num_rows) {
       *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(row) * columns + chunk * 8) =
           values;
@@ -190,8 +211,8 @@ __device__ inline void write_rows(const Sums& total, char* staging, __nv_bfloat1
 
 // Writes or adds a warp's 16 x 128 sums to fp32, without waiting until it is done: a thread's own
 // additions would hold up the next tile's products for as long as the memory takes.
-__device__ inline void write_weights(const Sums& total, char* staging, const CUtensorMap& out,
-                                     int column, int row, bool adds) {
+__device__ inline void write_weights(const Sums& total, hopper::Address staging,
+                                     const CUtensorMap& out, int column, int row, bool adds) {
   constexpr int kBytes = 16 * kOutColumns * sizeof(float), kCopies = kWarpOut / kBytes;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -202,9 +223,8 @@ __device__ inline void write_weights(const Sums& total, char* staging, const CUt
     for (int i = 0; i < kCopies * kOutColumns / 2; i += 2) {
       const int to_row = lane / 4 + i / 2 % 2 * 8, to_column = i / 4 * 8 + lane % 4 * 2;
       const int byte = to_row * 128 + to_column % kOutColumns * 4;
-      *reinterpret_cast<float2*>(staging + to_column / kOutColumns * kBytes +
-                                 (byte ^ to_row % 8 * 16)) =
-          float2{total[first / 2 + i], total[first / 2 + i + 1]};
+      hopper::store_pair(staging + to_column / kOutColumns * kBytes + (byte ^ to_row % 8 * 16),
+                         total[first / 2 + i], total[first / 2 + i + 1]);
     }
     hopper::show_to_copies();
     __syncwarp();
@@ -222,7 +242,7 @@ __device__ inline void write_weights(const Sums& total, char* staging, const CUt
 // All warpgroups but the last one multiply.
 template <bool kIsWeights>
 __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
-                               GemmShared<kIsWeights>& shared, int cta) {
+                               const Layout<kIsWeights>& shared, int cta) {
   constexpr int kHalves = Work<kIsWeights>::kHalves;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_row = warp * 16;  // of the tile: this warp's first one
@@ -255,13 +275,14 @@ __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
         }
       }
       const int s = stage.index;
-      hopper::wait(&shared.full[s], stage.parity);
-      const float of_rows[2] = {shared.scales_a[s][own_scale], shared.scales_a[s][own_scale + 8]};
+      hopper::wait(shared.full(s), stage.parity);
+      const hopper::Address scales_a = shared.scales_a(s) + own_scale * 4;
+      const float of_rows[2] = {hopper::load(scales_a), hopper::load(scales_a + 8 * 4)};
       const auto release = [&] {
-        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+        if (lane < kClusterCtas) hopper::arrive_at(shared.empty(s), lane);
       };
-      const std::uint64_t b = hopper::describe(shared.b[s]);
-      const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
+      const std::uint32_t a = hopper::describe(shared.a(s) + own_row / 64 * 64 * kBlock);
+      const std::uint32_t b = hopper::describe(shared.b(s));
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         hopper::begin_products();
@@ -272,7 +293,7 @@ __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
         }
         hopper::end_products();
         if constexpr (kIsWeights) {
-          const float* columns = shared.scales_b[s] + half * kBlock + lane % 4 * 2;
+          const hopper::Address columns = shared.scales_b(s) + (half * kBlock + lane % 4 * 2) * 4;
           ColumnScales own;
 #pragma unroll
           for (int pair = 0; pair < ColumnScales::kPairs; ++pair) own.load(columns, pair);
@@ -292,12 +313,12 @@ __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
     }
     if constexpr (kIsWeights) {
       if (row < gemm.rows && (first < end || !gemm.adds)) {
-        write_weights(total[0], shared.out[warp], maps.out, tile.column,
+        write_weights(total[0], shared.out(warp), maps.out, tile.column,
                       tile.expert * gemm.rows + row, gemm.adds);
       }
     } else {
       const auto write = [&](const Sums& sums, int column) {
-        write_rows(sums, shared.out[warp],
+        write_rows(sums, shared.out(warp),
                    static_cast<__nv_bfloat16*>(gemm.out) +
                        static_cast<std::int64_t>(row) * gemm.columns + column,
                    gemm.columns, tile.end_row - row);
@@ -311,13 +332,14 @@ __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
 }
 
 template <bool kIsWeights>
-__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, GemmShared<kIsWeights>& shared) {
+__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, GemmShared<kIsWeights>& memory) {
   using W = Work<kIsWeights>;
+  const Layout<kIsWeights> shared{hopper::kept_address_of(&memory)};
   const int cta = hopper::cluster_rank();
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      hopper::init_barrier(&shared.full[s], 1);
-      hopper::init_barrier(&shared.empty[s], kClusterCtas * W::kMultipliers * 4);
+      hopper::init_barrier(shared.full(s), 1);
+      hopper::init_barrier(shared.empty(s), kClusterCtas * W::kMultipliers * 4);
     }
     hopper::fence_barriers();
   }
