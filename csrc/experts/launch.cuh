@@ -14,16 +14,16 @@
 
 namespace ncclep::experts {
 
-__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kGemmThreads, 1)
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(Work<false>::kThreads, 1)
     multiply_rows_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ Gemm gemm) {
   extern __shared__ __align__(1024) char memory[];
-  run_gemm<false>(maps, gemm, *reinterpret_cast<RowsShared*>(memory));
+  run_gemm(maps, gemm, *reinterpret_cast<GemmShared<false>*>(memory));
 }
-__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kGemmThreads, 1)
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(Work<true>::kThreads, 1)
     multiply_for_weights_kernel(const __grid_constant__ GemmMaps maps,
                                 const __grid_constant__ Gemm gemm) {
   extern __shared__ __align__(1024) char memory[];
-  run_gemm<true>(maps, gemm, *reinterpret_cast<WeightsShared*>(memory));
+  run_gemm(maps, gemm, *reinterpret_cast<GemmShared<true>*>(memory));
 }
 
 // Two CTAs on an SM: as many threads as there can be.
@@ -70,8 +70,9 @@ inline void quantize_weights(const Weights& job, int num_experts, cudaStream_t s
 }
 
 // The tensor map of a matrix; a box is what one copy moves.
-inline CUtensorMap map_of(const void* matrix, CUtensorMapDataType type, int itemsize,
-                          std::int64_t width, std::int64_t height, int box_width, int box_height) {
+template <typename T>
+CUtensorMap map_of(const T* matrix, std::int64_t width, std::int64_t height, int box_width,
+                   int box_height, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
@@ -86,41 +87,37 @@ inline CUtensorMap map_of(const void* matrix, CUtensorMapDataType type, int item
     if (found == nullptr) fail("the driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
+  const auto type =
+      sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height)};
-  const cuuint64_t pitch[] = {static_cast<cuuint64_t>(width * itemsize)};
+  const cuuint64_t pitch[] = {static_cast<cuuint64_t>(width) * sizeof(T)};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(box_width),
                             static_cast<cuuint32_t>(box_height)};
   const cuuint32_t steps[] = {1, 1};
-  const auto swizzle = itemsize == 1 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
   CUtensorMap map;
   const CUresult result =
-      encode(&map, type, 2, const_cast<void*>(matrix), sizes, pitch, box, steps,
+      encode(&map, type, 2, const_cast<T*>(matrix), sizes, pitch, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    fail("no tensor map of ", height, " x ", width, " elements of ", itemsize, " bytes: error ",
+    fail("no tensor map of ", height, " x ", width, " elements of ", sizeof(T), " bytes: error ",
          static_cast<int>(result));
   }
   return map;
 }
-inline CUtensorMap map_of_fp8(const std::uint8_t* matrix, std::int64_t width, std::int64_t height) {
-  constexpr int kRowsOfBox = kTileRows;  // and half of a tile's columns
-  static_assert(kTileColumns / kClusterCtas == kRowsOfBox);
-  return map_of(matrix, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, width, height, kBlock, kRowsOfBox);
-}
 inline CUtensorMap map_of_scales(const float* scales, std::int64_t width, std::int64_t height,
                                  int box) {
-  return map_of(scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, width, height, box, 1);
+  return map_of(scales, width, height, box, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-template <typename Shared>
+template <bool kIsWeights>
 void launch_gemm(void (*kernel)(GemmMaps, Gemm), const GemmMaps& maps, const Gemm& gemm,
                  int num_sms, cudaStream_t stream) {
-  cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)),
-      "setting the shared memory of an FP8 product");
+  constexpr int kBytes = sizeof(GemmShared<kIsWeights>);
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+             "setting the shared memory of an FP8 product");
   const int ctas = num_sms / kClusterCtas * kClusterCtas;
-  kernel<<<ctas, kGemmThreads, sizeof(Shared), stream>>>(maps, gemm);
+  kernel<<<ctas, Work<kIsWeights>::kThreads, kBytes, stream>>>(maps, gemm);
   cuda_check(cudaGetLastError(), "launching an FP8 product on ", ctas, " SMs");
 }
 
@@ -130,25 +127,32 @@ void launch_gemm(void (*kernel)(GemmMaps, Gemm), const GemmMaps& maps, const Gem
 inline void multiply_rows(const Fp8Rows& a, std::int64_t num_rows, const std::uint8_t* b,
                           const float* scales_b, const std::int32_t* offsets, int num_experts,
                           int columns, __nv_bfloat16* out, int num_sms, cudaStream_t stream) {
-  const GemmMaps maps{map_of_fp8(a.rows, a.columns, num_rows),
-                      map_of_fp8(b, a.columns, std::int64_t{num_experts} * columns),
-                      map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, kScalesOfA),
+  using W = Work<false>;
+  const GemmMaps maps{map_of(a.rows, a.columns, num_rows, kBlock, W::kTileRows),
+                      map_of(b, a.columns, std::int64_t{num_experts} * columns, kBlock,
+                             W::kTileColumns / kClusterCtas),
+                      map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, W::kScalesOfA),
+                      {},
                       {}};
   const Gemm gemm{offsets, num_experts, 0, columns, a.columns, scales_b, out, false};
-  launch_gemm<RowsShared>(multiply_rows_kernel, maps, gemm, num_sms, stream);
+  launch_gemm<false>(multiply_rows_kernel, maps, gemm, num_sms, stream);
 }
 
 // out (+)= a^T @ b for each expert, from what is transposed: out fp32 [num_experts, a's columns,
-// b's columns], multiples of 256.
+// b's columns], multiples of 128.
 inline void multiply_for_weights(const Fp8Rows& a, const Fp8Rows& b, const std::int32_t* offsets,
                                  int num_experts, float* out, bool adds, int num_sms,
                                  cudaStream_t stream) {
-  const GemmMaps maps{map_of_fp8(a.transposed, kBlock, std::int64_t{a.num_blocks} * a.columns),
-                      map_of_fp8(b.transposed, kBlock, std::int64_t{b.num_blocks} * b.columns),
-                      map_of_scales(a.scales_transposed, a.columns, a.num_blocks, kScalesOfA),
-                      map_of_scales(b.scales_transposed, b.columns, b.num_blocks, kTileColumns)};
-  const Gemm gemm{offsets, num_experts, a.columns, b.columns, 0, nullptr, out, adds};
-  launch_gemm<WeightsShared>(multiply_for_weights_kernel, maps, gemm, num_sms, stream);
+  using W = Work<true>;
+  const std::int64_t num_blocks = a.num_blocks;
+  const GemmMaps maps{
+      map_of(a.transposed, kBlock, num_blocks * a.columns, kBlock, W::kTileRows),
+      map_of(b.transposed, kBlock, num_blocks * b.columns, kBlock, W::kTileColumns / kClusterCtas),
+      map_of_scales(a.scales_transposed, a.columns, num_blocks, W::kScalesOfA),
+      map_of_scales(b.scales_transposed, b.columns, num_blocks, W::kScalesOfB),
+      map_of(out, b.columns, std::int64_t{num_experts} * a.columns, kOutColumns, 16)};
+  const Gemm gemm{offsets, num_experts, a.columns, b.columns, 0, nullptr, nullptr, adds};
+  launch_gemm<true>(multiply_for_weights_kernel, maps, gemm, num_sms, stream);
 }
 
 }  // namespace ncclep::experts

@@ -1,29 +1,38 @@
-// Products of experts' FP8 rows: three warpgroups of a CTA, one that loads and two that multiply.
+// Products of experts' FP8 rows: a CTA's last warpgroup loads, the others multiply.
 #pragma once
 
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "experts/hopper.cuh"
 #include "experts/tiles.cuh"
 
 namespace ncclep::experts {
 
-constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
-constexpr int kGemmThreads = (kMultipliers + 1) * 128;
-constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
-constexpr int kSums = kBlock / 2;               // of a thread, in a half
-constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
-// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
-// rows anywhere.
-constexpr int kScalesOfA = kTileRows + 16 / sizeof(float);
-constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes are 128-byte aligned
-constexpr int kWarpOut = 16 * kBlock * 2;  // bytes of a warp's half of bf16 results
-// Floats from a row of a warp's half of a weight gradient to the next one: eight rows begin in
-// different banks.
-constexpr int kPitchOfSums = kBlock + 8;
+// How a CTA's warpgroups share a tile: each of kMultipliers has 64 rows.  While one promotes what
+// it has, the tensor cores have the others' products.  Those of weight gradients take twice as long
+// to promote, since every column has a scale, so that two warpgroups would leave half of their
+// time.
+template <bool kIsWeights>
+struct Work {
+  static constexpr int kMultipliers = kIsWeights ? 3 : 2, kThreads = (kMultipliers + 1) * 128;
+  static constexpr int kTileRows = 64 * kMultipliers, kTileColumns = kIsWeights ? 128 : 256;
+  static constexpr int kHalves = kTileColumns / kBlock;  // of the columns: one product computes one
+  // Of each thread: all of the SM's together.
+  static constexpr int kRegisters = kIsWeights ? 160 : 232, kLoaderRegisters = kIsWeights ? 32 : 40;
+  static constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
+  // Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
+  // rows anywhere.
+  static constexpr int kScalesOfA = kTileRows + (kIsWeights ? 0 : 16 / sizeof(float));
+  static constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes: 128-byte aligned
+  static constexpr int kScalesOfB = kIsWeights ? kTileColumns : 0;
+};
+constexpr int kStages = 4;
+constexpr int kSums = kBlock / 2;  // of a thread, in a half
+constexpr int kWarpOut = 4096;     // bytes of a warp's results that are written at once
+constexpr int kOutColumns = 32;    // of fp32 that are written by one copy, of 16 rows
 
 struct Gemm {
   const std::int32_t* offsets;  // [num_experts + 1]: where each expert's rows begin and end
@@ -31,31 +40,48 @@ struct Gemm {
   int rows;               // of a weight gradient; 0: these are the experts' rows
   int columns, depth;     // of the result; and what is summed, unless that is the experts' rows
   const float* scales_b;  // [num_experts, columns / 128, depth / 128]: of weights
-  void* out;              // bf16 [num_rows, columns], or fp32 [num_experts, rows, columns]
-  bool adds;              // to `out`, fp32
+  void* out;              // bf16 [num_rows, columns]
+  bool adds;              // to what a weight gradient was before
 };
 
-template <int kNumStages>
+template <bool kIsWeights>
 struct __align__(1024) GemmShared {
-  static constexpr int kStages = kNumStages;
-  char a[kStages][kBytesOfA], b[kStages][kBytesOfB];
-  float scales_a[kStages][kPitchOfScales];
+  using W = Work<kIsWeights>;
+  char a[kStages][W::kBytesOfA], b[kStages][W::kBytesOfB];
+  char out[W::kMultipliers * 4][kWarpOut];
+  float scales_a[kStages][W::kPitchOfScales];
+  float scales_b[kIsWeights ? kStages : 1][kIsWeights ? W::kScalesOfB : 1];
   std::uint64_t full[kStages], empty[kStages];
 };
-struct __align__(1024) RowsShared : GemmShared<4> {
-  char out[kMultipliers * 4][kWarpOut];
-};
-struct __align__(1024) WeightsShared : GemmShared<3> {
-  float scales_b[kStages][kTileColumns];
-  float out[kMultipliers * 4][16][kPitchOfSums];
+
+// Where in it stage `s` of a pipeline begins.
+template <bool kIsWeights>
+struct Layout {
+  using W = Work<kIsWeights>;
+  using Shared = GemmShared<kIsWeights>;
+  using Address = hopper::Address;
+  Address base;
+  __device__ Address a(int s) const { return base + s * W::kBytesOfA; }
+  __device__ Address b(int s) const { return base + int(offsetof(Shared, b)) + s * W::kBytesOfB; }
+  __device__ Address out(int warp) const {
+    return base + int(offsetof(Shared, out)) + warp * kWarpOut;
+  }
+  __device__ Address scales_a(int s) const {
+    return base + int(offsetof(Shared, scales_a)) + s * W::kPitchOfScales * 4;
+  }
+  __device__ Address scales_b(int s) const {
+    return base + int(offsetof(Shared, scales_b)) + s * W::kScalesOfB * 4;
+  }
+  __device__ Address full(int s) const { return base + int(offsetof(Shared, full)) + s * 8; }
+  __device__ Address empty(int s) const { return base + int(offsetof(Shared, empty)) + s * 8; }
 };
 
 struct GemmMaps {
-  CUtensorMap a, b, scales_a, scales_b;
+  CUtensorMap a, b, scales_a;
+  CUtensorMap scales_b, out;  // of weight gradients
 };
 
 // Where a pipeline is.
-template <int kStages>
 struct Stage {
   int index = 0, parity = 0;
   __device__ void advance() {
@@ -66,8 +92,11 @@ struct Stage {
 // All clusters take every num_clusters()-th tile.
 __device__ inline int cluster_index() { return blockIdx.x / kClusterCtas; }
 __device__ inline int num_clusters() { return gridDim.x / kClusterCtas; }
-__device__ inline bool find_tile(const Gemm& gemm, int index, Tile& tile) {
-  return find_tile(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns, index, tile);
+template <bool kIsWeights>
+__device__ bool find_tile(const Gemm& gemm, int index, Tile& tile) {
+  using W = Work<kIsWeights>;
+  return find_tile<W::kTileRows, W::kTileColumns>(gemm.offsets, gemm.num_experts, gemm.rows,
+                                                  gemm.columns, index, tile);
 }
 
 template <bool kIsWeights>
@@ -80,18 +109,23 @@ __device__ int end_step(const Tile& tile, const Gemm& gemm) {
 }
 template <bool kIsWeights>
 __device__ int first_row(const Tile& tile, int cta) {
-  return (kIsWeights ? 0 : tile.first_row) + (tile.pair * kClusterCtas + cta) * kTileRows;
+  return (kIsWeights ? 0 : tile.first_row) +
+         (tile.pair * kClusterCtas + cta) * Work<kIsWeights>::kTileRows;
 }
 
 // One warp finds tiles, and one thread of it loads: its CTA's rows of a, half of the columns of b
 // for both CTAs, and scales.
-template <bool kIsWeights, typename Shared>
-__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& shared, int cta) {
-  constexpr int kHalfBytes = kBytesOfB / kClusterCtas, kHalfRows = kTileColumns / kClusterCtas;
-  constexpr int kScaleBytes = (kScalesOfA + (kIsWeights ? kTileColumns : 0)) * 4;
-  Stage<Shared::kStages> stage;
+template <bool kIsWeights>
+__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, const Layout<kIsWeights>& shared,
+                           int cta) {
+  using W = Work<kIsWeights>;
+  constexpr int kHalfBytes = W::kBytesOfB / kClusterCtas;
+  constexpr int kHalfRows = W::kTileColumns / kClusterCtas;
+  constexpr int kBytes = W::kBytesOfA + W::kBytesOfB + (W::kScalesOfA + W::kScalesOfB) * 4;
+  Stage stage;
   Tile tile;
-  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
+  for (int index = cluster_index(); find_tile<kIsWeights>(gemm, index, tile);
+       index += num_clusters()) {
     const int row = first_row<kIsWeights>(tile, cta), end = end_step<kIsWeights>(tile, gemm);
     const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
     for (int step = first_step<kIsWeights>(tile); step < end; ++step, stage.advance()) {
@@ -101,15 +135,15 @@ __device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, Shared& share
       const int y_of_a = row + (kIsWeights ? step * gemm.rows : 0);
       const int y_of_b = column + (kIsWeights ? step * gemm.columns : 0);
       const int s = stage.index;
-      hopper::wait(&shared.empty[s], stage.parity ^ 1);
-      std::uint64_t* full = &shared.full[s];
-      hopper::arrive_and_expect(full, kBytesOfA + kBytesOfB + kScaleBytes);
-      hopper::load_box(shared.a[s], maps.a, x, y_of_a, full);
-      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b[s] + cta * kHalfBytes, maps.b, x,
+      hopper::wait(shared.empty(s), stage.parity ^ 1);
+      const hopper::Address full = shared.full(s);
+      hopper::arrive_and_expect(full, kBytes);
+      hopper::load_box(shared.a(s), maps.a, x, y_of_a, full);
+      hopper::load_box_for((1 << kClusterCtas) - 1, shared.b(s) + cta * kHalfBytes, maps.b, x,
                            y_of_b + cta * kHalfRows, full);
-      hopper::load_box(shared.scales_a[s], maps.scales_a, row & ~3, step, full);
+      hopper::load_box(shared.scales_a(s), maps.scales_a, row & ~3, step, full);
       if constexpr (kIsWeights) {
-        hopper::load_box(shared.scales_b[s], maps.scales_b, column, step, full);
+        hopper::load_box(shared.scales_b(s), maps.scales_b, column, step, full);
       }
     }
     __syncwarp();
@@ -128,21 +162,21 @@ __device__ inline void promote(Sums& total, const Sums& product, const float (&r
 struct ColumnScales {
   static constexpr int kPairs = kSums / 8;
   float2 pairs[kPairs];
-  __device__ void load(const float* first, int pair) {
-    pairs[pair] = hopper::load_pair(first + pair * 8);
+  __device__ void load(hopper::Address first, int pair) {
+    pairs[pair] = hopper::load_pair(first + pair * 32);
   }
 };
 
 // The same, where every column has a scale too: `own` those of the first half of `columns`.  They
 // are read while others are used.
 __device__ inline void promote(Sums& total, const Sums& product, const float (&rows)[2],
-                               ColumnScales& own, const float* columns) {
+                               ColumnScales& own, hopper::Address columns) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int pair = 0; pair < ColumnScales::kPairs; ++pair) {
       const float2 scale = own.pairs[pair];
-      if (half == 0) own.load(columns + ColumnScales::kPairs * 8, pair);
+      if (half == 0) own.load(columns + ColumnScales::kPairs * 32, pair);
       const int i = (half * ColumnScales::kPairs + pair) * 4;
       total[i] += product[i] * (rows[0] * scale.x);
       total[i + 1] += product[i + 1] * (rows[0] * scale.y);
@@ -153,22 +187,20 @@ __device__ inline void promote(Sums& total, const Sums& product, const float (&r
 }
 
 // Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
-__device__ inline void write_rows(const Sums& total, char* staging, __nv_bfloat16* out, int columns,
-                                  int num_rows) {
+__device__ inline void write_rows(const Sums& total, hopper::Address staging, __nv_bfloat16* out,
+                                  int columns, int num_rows) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kSums; i += 2) {
     const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(total[i], total[i + 1]);
-    *reinterpret_cast<__nv_bfloat162*>(staging + row * 256 + (chunk ^ (row & 7)) * 16 +
-                                       lane % 4 * 4) = pair;
+    hopper::store(staging + row * 256 + (chunk ^ (row & 7)) * 16 + lane % 4 * 4,
+                  hopper::to_bf16(total[i], total[i + 1]));
   }
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = 2 * i + lane / 16, chunk = lane % 16;
-    const uint4 values =
-        *reinterpret_cast<const uint4*>(staging + row * 256 + (chunk ^ (row & 7)) * 16);
+    const uint4 values = hopper::load_four(staging + row * 256 + (chunk ^ (row & 7)) * 16);
     if (row < num_rows) {
       *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(row) * columns + chunk * 8) =
           values;
@@ -177,35 +209,48 @@ __device__ inline void write_rows(const Sums& total, char* staging, __nv_bfloat1
   __syncwarp();
 }
 
-// Writes or adds a warp's 16 x 128 sums to fp32, a row at once, without waiting until it is done: a
-// thread's additions would hold up the next tile's products for as long as the memory takes.
-__device__ inline void write_weights(const Sums& total, float (&staging)[16][kPitchOfSums],
-                                     float* out, int columns, bool adds) {
+// Writes or adds a warp's 16 x 128 sums to fp32, without waiting until it is done: a thread's own
+// additions would hold up the next tile's products for as long as the memory takes.
+__device__ inline void write_weights(const Sums& total, hopper::Address staging,
+                                     const CUtensorMap& out, int column, int row, bool adds) {
+  constexpr int kBytes = 16 * kOutColumns * sizeof(float), kCopies = kWarpOut / kBytes;
   const int lane = threadIdx.x % 32;
-  hopper::wait_for_reads();  // of what was there before
-  __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kSums; i += 2) {
-    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2;
-    *reinterpret_cast<float2*>(&staging[row][column]) = float2{total[i], total[i + 1]};
-  }
-  hopper::show_to_copies();
-  __syncwarp();
-  if (lane < 16) {
-    hopper::store(out + static_cast<std::int64_t>(lane) * columns, staging[lane],
-                  kBlock * sizeof(float), adds);  // no other warp adds there
+  for (int first = 0; first < kBlock; first += kCopies * kOutColumns) {
+    hopper::wait_for_reads();  // of what was there before
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kCopies * kOutColumns / 2; i += 2) {
+      const int to_row = lane / 4 + i / 2 % 2 * 8, to_column = i / 4 * 8 + lane % 4 * 2;
+      const int byte = to_row * 128 + to_column % kOutColumns * 4;
+      hopper::store_pair(staging + to_column / kOutColumns * kBytes + (byte ^ to_row % 8 * 16),
+                         total[first / 2 + i], total[first / 2 + i + 1]);
+    }
+    hopper::show_to_copies();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int copy = 0; copy < kCopies; ++copy) {  // no other warp adds there
+        hopper::store_box(out, column + first + copy * kOutColumns, row, staging + copy * kBytes,
+                          adds);
+      }
+      hopper::end_stores();
+    }
   }
 }
 
-// Two warpgroups multiply, each 64 rows: one promotes what it has while the other's products go on.
-template <bool kIsWeights, typename Shared>
-__device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
+// All warpgroups but the last one multiply.
+template <bool kIsWeights>
+__device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
+                               const Layout<kIsWeights>& shared, int cta) {
+  constexpr int kHalves = Work<kIsWeights>::kHalves;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_row = warp * 16;  // of the tile: this warp's first one
   const int num_blocks = gemm.depth / kBlock;
-  Stage<Shared::kStages> stage;
+  Stage stage;
   Tile tile;
-  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
+  for (int index = cluster_index(); find_tile<kIsWeights>(gemm, index, tile);
+       index += num_clusters()) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
     const int row = first_row<kIsWeights>(tile, cta) + own_row;
     const int own_scale = own_row + lane / 4 + row % 4;
@@ -230,13 +275,14 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
         }
       }
       const int s = stage.index;
-      hopper::wait(&shared.full[s], stage.parity);
-      const float of_rows[2] = {shared.scales_a[s][own_scale], shared.scales_a[s][own_scale + 8]};
+      hopper::wait(shared.full(s), stage.parity);
+      const hopper::Address scales_a = shared.scales_a(s) + own_scale * 4;
+      const float of_rows[2] = {hopper::load(scales_a), hopper::load(scales_a + 8 * 4)};
       const auto release = [&] {
-        if (lane < kClusterCtas) hopper::arrive_at(&shared.empty[s], lane);
+        if (lane < kClusterCtas) hopper::arrive_at(shared.empty(s), lane);
       };
-      const std::uint64_t b = hopper::describe(shared.b[s]);
-      const std::uint64_t a = hopper::describe(shared.a[s] + own_row / 64 * 64 * kBlock);
+      const std::uint32_t a = hopper::describe(shared.a(s) + own_row / 64 * 64 * kBlock);
+      const std::uint32_t b = hopper::describe(shared.b(s));
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         hopper::begin_products();
@@ -247,7 +293,7 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
         }
         hopper::end_products();
         if constexpr (kIsWeights) {
-          const float* columns = shared.scales_b[s] + half * kBlock + lane % 4 * 2;
+          const hopper::Address columns = shared.scales_b(s) + (half * kBlock + lane % 4 * 2) * 4;
           ColumnScales own;
 #pragma unroll
           for (int pair = 0; pair < ColumnScales::kPairs; ++pair) own.load(columns, pair);
@@ -265,43 +311,45 @@ __device__ void multiply_tiles(const Gemm& gemm, Shared& shared, int cta) {
         release();
       }
     }
-    const auto write = [&](const Sums& sums, int column) {
-      if constexpr (kIsWeights) {
-        if (first == end && gemm.adds) return;
-        float* out = static_cast<float*>(gemm.out) +
-                     (static_cast<std::int64_t>(tile.expert) * gemm.rows + row) * gemm.columns +
-                     column;
-        write_weights(sums, shared.out[warp], out, gemm.columns, gemm.adds);
-      } else {
-        __nv_bfloat16* out = static_cast<__nv_bfloat16*>(gemm.out) +
-                             static_cast<std::int64_t>(row) * gemm.columns + column;
-        write_rows(sums, shared.out[warp], out, gemm.columns, tile.end_row - row);
+    if constexpr (kIsWeights) {
+      if (row < gemm.rows && (first < end || !gemm.adds)) {
+        write_weights(total[0], shared.out(warp), maps.out, tile.column,
+                      tile.expert * gemm.rows + row, gemm.adds);
       }
-    };
-    static_assert(kHalves == 2);  // a loop would put the sums into local memory
-    write(total[0], tile.column);
-    write(total[1], tile.column + kBlock);
+    } else {
+      const auto write = [&](const Sums& sums, int column) {
+        write_rows(sums, shared.out(warp),
+                   static_cast<__nv_bfloat16*>(gemm.out) +
+                       static_cast<std::int64_t>(row) * gemm.columns + column,
+                   gemm.columns, tile.end_row - row);
+      };
+      static_assert(kHalves == 2);  // a loop would put the sums into local memory
+      write(total[0], tile.column);
+      write(total[1], tile.column + kBlock);
+    }
   }
   if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
 }
 
-template <bool kIsWeights, typename Shared>
-__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, Shared& shared) {
+template <bool kIsWeights>
+__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, GemmShared<kIsWeights>& memory) {
+  using W = Work<kIsWeights>;
+  const Layout<kIsWeights> shared{hopper::kept_address_of(&memory)};
   const int cta = hopper::cluster_rank();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Shared::kStages; ++s) {
-      hopper::init_barrier(&shared.full[s], 1);
-      hopper::init_barrier(&shared.empty[s], kClusterCtas * kMultipliers * 4);
+    for (int s = 0; s < kStages; ++s) {
+      hopper::init_barrier(shared.full(s), 1);
+      hopper::init_barrier(shared.empty(s), kClusterCtas * W::kMultipliers * 4);
     }
     hopper::fence_barriers();
   }
   hopper::cluster_barrier();
-  if (threadIdx.x >= kMultipliers * 128) {
-    hopper::lower_registers<40>();
-    if (threadIdx.x / 32 == kMultipliers * 4) load_tiles<kIsWeights>(maps, gemm, shared, cta);
+  if (threadIdx.x >= W::kMultipliers * 128) {
+    hopper::lower_registers<W::kLoaderRegisters>();
+    if (threadIdx.x / 32 == W::kMultipliers * 4) load_tiles<kIsWeights>(maps, gemm, shared, cta);
   } else {
-    hopper::raise_registers<232>();
-    multiply_tiles<kIsWeights>(gemm, shared, cta);
+    hopper::raise_registers<W::kRegisters>();
+    multiply_tiles<kIsWeights>(maps, gemm, shared, cta);
   }
   hopper::cluster_barrier();  // a CTA's memory exists until the other one has done with it
 }

@@ -35,24 +35,27 @@ MISTAKES = {
         "experts/products.cuh", "«hopper::wait_for_products(product);»\n          if (half ==",
         "if (half == 0) { hopper::wait_for_products(product); }"), "products", "rows: "),
     "a stage is overwritten while the other CTA multiplies": (Change(
-        "experts/products.cuh", "&shared.empty[s], «kClusterCtas * kMultipliers * 4»);",
-        "kMultipliers * 4"), "products", ""),
+        "experts/products.cuh", "shared.empty(s), «kClusterCtas * W::kMultipliers * 4»);",
+        "W::kMultipliers * 4"), "products", ""),
     "scales are read after the stage is released": (Change(
         "experts/products.cuh", "if («half == kHalves - 1») release();", "half == 0"),
         "products", ""),
+    "a tile writes the rows of the next expert": (Change(
+        "experts/products.cuh", "if («row < gemm.rows» && (first", "true"),
+        "products", ""),
     "columns have the scales of others": (Change(
-        "experts/products.cuh", "own.load(columns + «ColumnScales::kPairs * 8», pair);", "0"),
+        "experts/products.cuh", "own.load(columns + «ColumnScales::kPairs * 32», pair);", "0"),
         "products", "weights: "),
     "rows of the next expert are overwritten": (Change(
         "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
     "all rows have the scale of the upper half": (Change(
-        "experts/products.cuh", "shared.scales_a[s][«own_scale + 8»]", "own_scale"),
+        "experts/products.cuh", "hopper::load(«scales_a + 8 * 4»)", "scales_a"),
         "products", "rows: "),
     "an expert's last block is taken for the next one's first": (Change(
         "experts/tiles.cuh", "blocks = is_expert ? «(end - begin + kBlock - 1)» / kBlock",
         "(end - begin)"), "products", "weights: "),
     "weights are written, not added": (Change(
-        "experts/products.cuh", "kBlock * sizeof(float), «adds»);", "false"),
+        "experts/products.cuh", "staging + copy * kBytes,\n                          «adds»);", "false"),
         "products", "weights: "),
     "sums are overwritten before they are stored": (Change(
         "experts/products.cuh", "«hopper::wait_for_reads();»  // of what", ""),

@@ -9,14 +9,17 @@ namespace {
 
 template <typename T>
 CUtensorMap map_of(const std::vector<T>& values, long width, long height, int box_width,
-                   int box_height) {
+                   int box_height, bool is_swizzled = true) {
   return {reinterpret_cast<const char*>(values.data()),
           width,
           height,
           static_cast<int>(sizeof(T)),
           box_width,
           box_height,
-          sizeof(T) == 1};
+          is_swizzled};
+}
+CUtensorMap map_of_scales(const std::vector<float>& values, long width, long height, int box) {
+  return map_of(values, width, height, box, 1, false);
 }
 
 constexpr int kClusters = 2;
@@ -42,16 +45,18 @@ void check_rows(const Experts& experts) {
   const auto b = draw_fp8(static_cast<std::size_t>(experts.size()) * kColumns * kDepth);
   const auto scales_a = draw_scales(kDepth / kBlock * pitch);
   const auto scales_b = draw_scales(b.size() / kBlock / kBlock);
-  std::vector<__nv_bfloat16> out(static_cast<std::size_t>(rows + 2 * kTileRows) * kColumns,
-                                 {kUntouched});
-  const GemmMaps maps{map_of(a, kDepth, rows, kBlock, kTileRows),
-                      map_of(b, kDepth, experts.size() * kColumns, kBlock, kTileColumns / 2),
-                      map_of(scales_a, pitch, kDepth / kBlock, kScalesOfA, 1),
-                      {}};
+  std::vector<__nv_bfloat16> out(static_cast<std::size_t>(rows + 256) * kColumns, {kUntouched});
+  using W = Work<false>;
+  const GemmMaps maps{
+      map_of(a, kDepth, rows, kBlock, W::kTileRows),
+      map_of(b, kDepth, experts.size() * kColumns, kBlock, W::kTileColumns / kClusterCtas),
+      map_of_scales(scales_a, pitch, kDepth / kBlock, W::kScalesOfA),
+      {},
+      {}};
   const Gemm gemm{experts.offsets.data(), experts.size(), 0,    kColumns, kDepth,
                   scales_b.data(),        out.data(),     false};
-  run(kClusters * kClusterCtas, kGemmThreads, sizeof(RowsShared),
-      [&] { run_gemm<false>(maps, gemm, *reinterpret_cast<RowsShared*>(emu::dynamic_shared())); });
+  run(kClusters * kClusterCtas, W::kThreads, sizeof(GemmShared<false>),
+      [&] { run_gemm(maps, gemm, *reinterpret_cast<GemmShared<false>*>(emu::dynamic_shared())); });
   for (int expert = 0; expert < experts.size(); ++expert) {
     for (int row = experts.offsets[expert]; row < experts.offsets[expert + 1]; ++row) {
       for (int column = 0; column < kColumns; ++column) {
@@ -75,22 +80,25 @@ void check_rows(const Experts& experts) {
 }
 
 void check_weights(const Experts& experts, bool adds) {
-  constexpr int kRows = 256, kColumns = 512;
+  constexpr int kRows = 256, kColumns = 256;  // not a whole number of tiles
   constexpr float kBefore = 3;
   const long width = experts.num_blocks() * kBlock;
   const auto a = draw_fp8(kRows * width), b = draw_fp8(kColumns * width);
   const auto scales_a = draw_scales(experts.num_blocks() * kRows);
   const auto scales_b = draw_scales(experts.num_blocks() * kColumns);
   std::vector<float> out(static_cast<std::size_t>(experts.size()) * kRows * kColumns, kBefore);
-  const GemmMaps maps{map_of(a, kBlock, experts.num_blocks() * kRows, kBlock, kTileRows),
-                      map_of(b, kBlock, experts.num_blocks() * kColumns, kBlock, kTileColumns / 2),
-                      map_of(scales_a, kRows, experts.num_blocks(), kScalesOfA, 1),
-                      map_of(scales_b, kColumns, experts.num_blocks(), kTileColumns, 1)};
+  using W = Work<true>;
+  const long num_blocks = experts.num_blocks();
+  const GemmMaps maps{
+      map_of(a, kBlock, num_blocks * kRows, kBlock, W::kTileRows),
+      map_of(b, kBlock, num_blocks * kColumns, kBlock, W::kTileColumns / kClusterCtas),
+      map_of_scales(scales_a, kRows, num_blocks, W::kScalesOfA),
+      map_of_scales(scales_b, kColumns, num_blocks, W::kScalesOfB),
+      map_of(out, kColumns, experts.size() * kRows, kOutColumns, 16)};
   const Gemm gemm{
-      experts.offsets.data(), experts.size(), kRows, kColumns, 0, nullptr, out.data(), adds};
-  run(kClusters * kClusterCtas, kGemmThreads, sizeof(WeightsShared), [&] {
-    run_gemm<true>(maps, gemm, *reinterpret_cast<WeightsShared*>(emu::dynamic_shared()));
-  });
+      experts.offsets.data(), experts.size(), kRows, kColumns, 0, nullptr, nullptr, adds};
+  run(kClusters * kClusterCtas, W::kThreads, sizeof(GemmShared<true>),
+      [&] { run_gemm(maps, gemm, *reinterpret_cast<GemmShared<true>*>(emu::dynamic_shared())); });
   for (int i = 0; i < static_cast<int>(out.size()); ++i) {
     const int expert = i / kColumns / kRows, row = i / kColumns % kRows, column = i % kColumns;
     Sum sum;

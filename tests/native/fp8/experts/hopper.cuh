@@ -52,6 +52,12 @@ inline std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
   return one(a, b) | one(a >> 16, b >> 16) << 16;
 }
 
+using Address = char*;
+inline Address address_of(const void* shared) {
+  return static_cast<char*>(const_cast<void*>(shared));
+}
+inline Address kept_address_of(const void* shared) { return address_of(shared); }
+
 struct Barrier {
   int arrivals, missing, parity = 0;
   long bytes = 0;
@@ -71,7 +77,7 @@ struct BoxCopy {
 };
 struct Product {
   float* sums;
-  std::uint64_t a, b;
+  std::uint32_t a, b;
   bool adds;
 };
 
@@ -95,24 +101,24 @@ T* at_rank(T* own, int rank) {
 }
 
 inline void cluster_barrier() {
-  static std::map<int, emu::Barrier> meetings;
+  static std::map<std::pair<int, int>, emu::Barrier> meetings;  // by their size too
   const int first = first_of_cluster();
   shared_of[emu::self().cta->index] = own_memory();
   const int size = kCtas * static_cast<int>(emu::self().cta->warps.size()) * emu::kWarpSize;
-  meetings.try_emplace(first, size).first->second.wait();
+  meetings.try_emplace({first, size}, size).first->second.wait();
 }
 
-inline void init_barrier(std::uint64_t* barrier, int arrivals) {
+inline void init_barrier(Address barrier, int arrivals) {
   barriers.insert_or_assign(barrier, Barrier{arrivals, arrivals});
 }
 inline void fence_barriers() {}
-inline void arrive_and_expect(std::uint64_t* barrier, int bytes) {
+inline void arrive_and_expect(Address barrier, int bytes) {
   Barrier& at = barriers.at(barrier);
   at.bytes += bytes;
   --at.missing;
   at.settle();
 }
-inline void arrive_at(std::uint64_t* barrier, int rank) {
+inline void arrive_at(Address barrier, int rank) {
   Barrier& at = barriers.at(at_rank(barrier, rank));
   --at.missing;
   at.settle();
@@ -147,7 +153,7 @@ inline void copy_some() {
   copies.pop_back();
   copy_box(copy);
 }
-inline void wait(std::uint64_t* barrier, int parity) {
+inline void wait(Address barrier, int parity) {
   const Barrier& at = barriers.at(barrier);
   while (at.parity == parity) {
     copy_some();
@@ -155,18 +161,17 @@ inline void wait(std::uint64_t* barrier, int parity) {
   }
 }
 
-inline void load_box_for(std::uint16_t ctas, void* shared, const CUtensorMap& map, int x, int y,
-                         std::uint64_t* full) {
+inline void load_box_for(std::uint16_t ctas, Address shared, const CUtensorMap& map, int x, int y,
+                         Address full) {
   EMU_REQUIRE(shared_address(shared) % (map.is_swizzled ? 1024 : 128) == 0);
   EMU_REQUIRE(x * map.element % 16 == 0);  // a GPU calls it an illegal instruction
   for (int rank = 0; rank < kCtas; ++rank) {
     if (ctas >> rank & 1) {
-      copies.push_back({at_rank(static_cast<char*>(shared), rank), map, x, y,
-                        &barriers.at(at_rank(full, rank))});
+      copies.push_back({at_rank(shared, rank), map, x, y, &barriers.at(at_rank(full, rank))});
     }
   }
 }
-inline void load_box(void* shared, const CUtensorMap& map, int x, int y, std::uint64_t* full) {
+inline void load_box(Address shared, const CUtensorMap& map, int x, int y, Address full) {
   load_box_for(1 << cluster_rank(), shared, map, x, y, full);
 }
 
@@ -202,9 +207,7 @@ inline std::uint32_t to_fp8(float a, float b, float c, float d) {
 
 // --- products ------------------------------------------------------------------------------------
 
-inline std::uint64_t describe(const void* rows) {
-  return std::uint64_t{1} << 62 | std::uint64_t{1024 >> 4} << 32 | (shared_address(rows) >> 4);
-}
+inline std::uint32_t describe(Address rows) { return shared_address(rows) >> 4; }
 inline float value_of(std::uint8_t bits) {
   static const std::vector<float> values = [] {
     std::vector<float> all;
@@ -214,11 +217,8 @@ inline float value_of(std::uint8_t bits) {
   return values[bits];
 }
 // Byte `k` of a row of a described matrix.
-inline float element(std::uint64_t matrix, int row, int k) {
-  const auto field = [&](int from) {
-    return static_cast<std::uint32_t>(matrix >> from & 0x3fff) << 4;
-  };
-  const std::uint32_t offset = field(0) + row / 8 * field(32) + row % 8 * 128 + k;
+inline float element(std::uint32_t matrix, int row, int k) {
+  const std::uint32_t offset = (matrix << 4) + row * 128 + k;
   return value_of(static_cast<std::uint8_t>(own_memory()[swizzled(offset)]));
 }
 inline void multiply_now(const Product& product) {
@@ -241,36 +241,64 @@ inline void wait_for_products(float (&)[64]) {
   products[&emu::self()].clear();
   emu::warp_barrier();  // a warp waits as one
 }
-inline void multiply(float (&sums)[64], std::uint64_t a, std::uint64_t b, bool adds) {
+inline void multiply(float (&sums)[64], std::uint32_t a, std::uint32_t b, bool adds) {
   std::vector<Product>& waiting = products[&emu::self()];
   waiting.push_back({sums, a, b, adds});
   if (!emu::draw(2)) return;
   for (const Product& product : waiting) multiply_now(product);
   waiting.clear();
 }
-inline float2 load_pair(const float* shared) { return {shared[0], shared[1]}; }
+
+template <typename T>
+T value_at(Address from) {
+  EMU_REQUIRE(shared_address(from) % sizeof(T) == 0);
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+inline float load(Address from) { return value_at<float>(from); }
+inline float2 load_pair(Address from) { return value_at<float2>(from); }
+inline uint4 load_four(Address from) { return value_at<uint4>(from); }
+inline void store(Address to, std::uint32_t value) { std::memcpy(to, &value, 4); }
+inline void store_pair(Address to, float x, float y) {
+  const float2 pair{x, y};
+  std::memcpy(to, &pair, 8);
+}
 
 struct Store {
-  float* to;
-  const float* from;
-  int size;
-  bool adds;
+  CUtensorMap map;
+  int x, y;
+  const char* from;
+  bool adds, has_ended;
 };
 inline std::map<emu::Fiber*, std::vector<Store>> stores;  // that have not happened
 
 inline void wait_for_reads() {
-  for (const Store& store : stores[&emu::self()]) {
-    for (int i = 0; i < store.size; ++i) {
-      store.to[i] = store.adds ? store.to[i] + store.from[i] : store.from[i];
+  std::vector<Store>& waiting = stores[&emu::self()];
+  for (const Store& store : waiting) {
+    if (!store.has_ended) continue;
+    for (int y = 0; y < store.map.box_height; ++y) {
+      for (int x = 0; x < store.map.box_width; ++x) {
+        float value;
+        const std::uint32_t offset = (y * store.map.box_width + x) * 4;
+        std::memcpy(&value, store.from + swizzled(offset), 4);
+        const long at = (store.y + y) * store.map.width + store.x + x;
+        float& to = reinterpret_cast<float*>(const_cast<char*>(store.map.base))[at];
+        to = store.adds ? to + value : value;
+      }
     }
   }
-  stores[&emu::self()].clear();
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(),
+                               [](const Store& store) { return store.has_ended; }),
+                waiting.end());
 }
 inline void show_to_copies() {}
-inline void store(float* to, const float* shared, int bytes, bool adds) {
-  EMU_REQUIRE(reinterpret_cast<std::uintptr_t>(to) % 16 == 0 && bytes % 16 == 0);
-  EMU_REQUIRE(shared_address(shared) % 16 == 0);
-  stores[&emu::self()].push_back({to, shared, bytes / 4, adds});
+inline void store_box(const CUtensorMap& map, int x, int y, Address shared, bool adds) {
+  EMU_REQUIRE(shared_address(shared) % 1024 == 0 && map.is_swizzled && map.box_width == 32);
+  stores[&emu::self()].push_back({map, x, y, shared, adds, false});
+}
+inline void end_stores() {
+  for (Store& store : stores[&emu::self()]) store.has_ended = true;
   if (emu::draw(2)) wait_for_reads();
 }
 
