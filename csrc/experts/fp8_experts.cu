@@ -6,8 +6,9 @@ namespace ncclep::fp8 {
 
 namespace {
 
-static_assert(kBlock == experts::kBlock && kResultColumns == experts::kTileColumns &&
-              kResultColumns == experts::kTileRows * experts::kClusterCtas);
+static_assert(kBlock == experts::kBlock &&
+              kResultColumns % experts::Work<false>::kTileColumns == 0 &&
+              kResultColumns % experts::Work<true>::kTileColumns == 0);
 
 cudaStream_t handle(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
