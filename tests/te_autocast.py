@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
+
+import pytest
 
 
 class State:
@@ -35,5 +36,6 @@ class State:
 def autocast(state: Any, module: str = "fp8") -> Iterator[None]:
     """As within `fp8_autocast`."""
     name = f"transformer_engine.pytorch.{module}"
-    with mock.patch.dict(sys.modules, {name: SimpleNamespace(FP8GlobalStateManager=state)}):
+    with pytest.MonkeyPatch.context() as patch:  # what is imported meanwhile stays
+        patch.setitem(sys.modules, name, SimpleNamespace(FP8GlobalStateManager=state))
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from benchmarks import fp8_experts
 from benchmarks.catalogue import known_variant, unavailable_reason
 from megatron_ncclep.benchmark.cases import Case
 from megatron_ncclep.benchmark.shapes import Workload
-from megatron_ncclep.integration.experts import grouped
 
+GROUPED = "megatron_ncclep.integration.experts.grouped"
 WIDTH = 256
 CASE = Case("bf16", (40, 30), 8, top_k=2, hidden=WIDTH, dtype=torch.bfloat16)
 NAMES = ("experts:megatron_fp8", "experts:grouped_fp8")
@@ -35,7 +36,8 @@ def run_on_rank(context: RankContext, name: str, bug: bool) -> tuple[str | None,
 
     with pytest.MonkeyPatch.context() as patch:
         kernels = stand_in(patch)
-        patch.setattr(grouped, "fp8_unavailable", lambda *_: None)
+        # As it is imported now: earlier tests on these ranks may have imported it again.
+        patch.setattr(importlib.import_module(GROUPED), "fp8_unavailable", lambda *_: None)
         modules = {fp8_experts.RECIPES: {"Float8BlockScaling": object},
                    fp8_experts.MODULES: {"fp8_autocast": fp8_autocast}}  # fmt: skip
         for module, contents in modules.items():
