@@ -230,18 +230,30 @@ def run_all(
 ) -> None:
     """Run steps, several at a time: first those that share GPUs, then those that are alone on one.
 
+    The largest ones begin first: if they waited until enough cores are free, smaller ones would
+    take these cores again and again.
+
     Args:
-        steps: each with its part, in the order in which they should begin.
+        steps: each with its part; of one size, in the order in which they should begin.
         gpus: what each step may get, as in CUDA_VISIBLE_DEVICES.
         cores: how many the steps that run may keep busy together, if they are several.
         run: runs a step on one of `gpus`.
     """
-    changed, running = threading.Condition(), []
+    changed = threading.Condition()
+    waiting: list[int] = []  # cores of each
+    running: list[int] = []
+
+    def next_size() -> int | None:
+        fit = [size for size in waiting if not running or sum(running) + size <= cores]
+        return max(fit, default=None)
 
     def run_one(part: str, step: Step) -> None:
         with changed:
-            changed.wait_for(lambda: not running or sum(running) + step.cores <= cores)
+            waiting.append(step.cores)
+            changed.wait_for(lambda: step.cores == next_size())
+            waiting.remove(step.cores)
             running.append(step.cores)
+            changed.notify_all()  # a smaller one may fit beside it
         gpu = free.get()
         try:
             run(part, step, gpu)
@@ -251,6 +263,7 @@ def run_all(
                 running.remove(step.cores)
                 changed.notify_all()
 
+    steps = sorted(steps, key=lambda each: -each[1].cores)
     begun = []
     for alone, most in ((False, MOST_ON_A_GPU), (True, 1)):
         free: SimpleQueue[str] = SimpleQueue()
@@ -266,8 +279,8 @@ def main() -> int:
     """Run the steps that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"in this order; default: all of {[*PARTS]}; "
-        "PART:NUMBER is one step, as --list numbers them",
+        "parts", nargs="*", metavar="PART", help=f"default: all of {[*PARTS]}; PART:NUMBER is one "
+        "step, as --list numbers them; those with most ranks begin first",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="default: runs/gpu")
     parser.add_argument("--step-s", type=int, default=600, help="limit of one step (default: 600)")

@@ -47,7 +47,10 @@ def test_choice_of_steps() -> None:
 @pytest.mark.parametrize("gpus", [["0"], ["0", "1"], ["0", "1", "2", "3"]], ids=len)
 @pytest.mark.parametrize("cores", [1, 24])
 def test_when_steps_begin(gpus: list[str], cores: int) -> None:
-    """Each runs once, within the cores and the steps that a GPU takes, and some by themselves."""
+    """Each runs once, within the cores and the steps that a GPU takes, and some by themselves.
+
+    The largest ones run first, so that none waits until there are no smaller ones.
+    """
     lock, running, ran, most = threading.Lock(), [], [], [0]
     steps = [("part", step) for _, step in gpu_steps.every_step()]
 
@@ -67,6 +70,9 @@ def test_when_steps_begin(gpus: list[str], cores: int) -> None:
     gpu.run_all(steps, gpus, cores, run)
     assert sorted(step.name for step in ran) == sorted(step.name for _, step in steps)
     assert most[0] > 2 or cores == 1
+    sizes = [step.cores for step in ran if not step.alone]
+    assert sizes == sorted(sizes, reverse=True) or cores > 1
+    assert max(sizes[-len(sizes) // 2 :]) < max(sizes)
 
 
 def test_a_step_that_raises_is_no_success() -> None:

@@ -14,16 +14,16 @@
 
 namespace ncclep::experts {
 
-__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(Work<false>::kThreads, 1)
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kGemmThreads, 1)
     multiply_rows_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ Gemm gemm) {
   extern __shared__ __align__(1024) char memory[];
-  run_gemm(maps, gemm, *reinterpret_cast<GemmShared<false>*>(memory));
+  run_gemm<false>(maps, gemm, *reinterpret_cast<GemmShared*>(memory));
 }
-__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(Work<true>::kThreads, 1)
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kGemmThreads, 1)
     multiply_for_weights_kernel(const __grid_constant__ GemmMaps maps,
                                 const __grid_constant__ Gemm gemm) {
   extern __shared__ __align__(1024) char memory[];
-  run_gemm(maps, gemm, *reinterpret_cast<GemmShared<true>*>(memory));
+  run_gemm<true>(maps, gemm, *reinterpret_cast<GemmShared*>(memory));
 }
 
 // Two CTAs on an SM: as many threads as there can be.
@@ -110,14 +110,13 @@ inline CUtensorMap map_of_scales(const float* scales, std::int64_t width, std::i
   return map_of(scales, width, height, box, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-template <bool kIsWeights>
-void launch_gemm(void (*kernel)(GemmMaps, Gemm), const GemmMaps& maps, const Gemm& gemm,
-                 int num_sms, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(GemmShared<kIsWeights>);
+inline void launch_gemm(void (*kernel)(GemmMaps, Gemm), const GemmMaps& maps, const Gemm& gemm,
+                        int num_sms, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(GemmShared);
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "setting the shared memory of an FP8 product");
   const int ctas = num_sms / kClusterCtas * kClusterCtas;
-  kernel<<<ctas, Work<kIsWeights>::kThreads, kBytes, stream>>>(maps, gemm);
+  kernel<<<ctas, kGemmThreads, kBytes, stream>>>(maps, gemm);
   cuda_check(cudaGetLastError(), "launching an FP8 product on ", ctas, " SMs");
 }
 
@@ -127,32 +126,30 @@ void launch_gemm(void (*kernel)(GemmMaps, Gemm), const GemmMaps& maps, const Gem
 inline void multiply_rows(const Fp8Rows& a, std::int64_t num_rows, const std::uint8_t* b,
                           const float* scales_b, const std::int32_t* offsets, int num_experts,
                           int columns, __nv_bfloat16* out, int num_sms, cudaStream_t stream) {
-  using W = Work<false>;
-  const GemmMaps maps{map_of(a.rows, a.columns, num_rows, kBlock, W::kTileRows),
+  const GemmMaps maps{map_of(a.rows, a.columns, num_rows, kBlock, kTileRows),
                       map_of(b, a.columns, std::int64_t{num_experts} * columns, kBlock,
-                             W::kTileColumns / kClusterCtas),
-                      map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, W::kScalesOfA),
+                             kTileColumns / kClusterCtas),
+                      map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, kScalesOfA),
                       {},
                       {}};
   const Gemm gemm{offsets, num_experts, 0, columns, a.columns, scales_b, out, false};
-  launch_gemm<false>(multiply_rows_kernel, maps, gemm, num_sms, stream);
+  launch_gemm(multiply_rows_kernel, maps, gemm, num_sms, stream);
 }
 
 // out (+)= a^T @ b for each expert, from what is transposed: out fp32 [num_experts, a's columns,
-// b's columns], multiples of 128.
+// b's columns], multiples of 128 and 256.
 inline void multiply_for_weights(const Fp8Rows& a, const Fp8Rows& b, const std::int32_t* offsets,
                                  int num_experts, float* out, bool adds, int num_sms,
                                  cudaStream_t stream) {
-  using W = Work<true>;
   const std::int64_t num_blocks = a.num_blocks;
   const GemmMaps maps{
-      map_of(a.transposed, kBlock, num_blocks * a.columns, kBlock, W::kTileRows),
-      map_of(b.transposed, kBlock, num_blocks * b.columns, kBlock, W::kTileColumns / kClusterCtas),
-      map_of_scales(a.scales_transposed, a.columns, num_blocks, W::kScalesOfA),
-      map_of_scales(b.scales_transposed, b.columns, num_blocks, W::kScalesOfB),
+      map_of(a.transposed, kBlock, num_blocks * a.columns, kBlock, kTileRows),
+      map_of(b.transposed, kBlock, num_blocks * b.columns, kBlock, kTileColumns / kClusterCtas),
+      map_of_scales(a.scales_transposed, a.columns, num_blocks, kScalesOfA),
+      map_of_scales(b.scales_transposed, b.columns, num_blocks, kTileColumns),
       map_of(out, b.columns, std::int64_t{num_experts} * a.columns, kOutColumns, 16)};
   const Gemm gemm{offsets, num_experts, a.columns, b.columns, 0, nullptr, nullptr, adds};
-  launch_gemm<true>(multiply_for_weights_kernel, maps, gemm, num_sms, stream);
+  launch_gemm(multiply_for_weights_kernel, maps, gemm, num_sms, stream);
 }
 
 }  // namespace ncclep::experts

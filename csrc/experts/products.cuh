@@ -1,4 +1,4 @@
-// Products of experts' FP8 rows: a CTA's last warpgroup loads, the others multiply.
+// Products of experts' FP8 rows: a CTA's last warpgroup loads, the other two multiply.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,28 +11,18 @@
 
 namespace ncclep::experts {
 
-// How a CTA's warpgroups share a tile: each of kMultipliers has 64 rows.  While one promotes what
-// it has, the tensor cores have the others' products.  Those of weight gradients take twice as long
-// to promote, since every column has a scale, so that two warpgroups would leave half of their
-// time.
-template <bool kIsWeights>
-struct Work {
-  static constexpr int kMultipliers = kIsWeights ? 3 : 2, kThreads = (kMultipliers + 1) * 128;
-  static constexpr int kTileRows = 64 * kMultipliers, kTileColumns = kIsWeights ? 128 : 256;
-  static constexpr int kHalves = kTileColumns / kBlock;  // of the columns: one product computes one
-  // Of each thread: all of the SM's together.
-  static constexpr int kRegisters = kIsWeights ? 160 : 232, kLoaderRegisters = kIsWeights ? 32 : 40;
-  static constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
-  // Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
-  // rows anywhere.
-  static constexpr int kScalesOfA = kTileRows + (kIsWeights ? 0 : 16 / sizeof(float));
-  static constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes: 128-byte aligned
-  static constexpr int kScalesOfB = kIsWeights ? kTileColumns : 0;
-};
-constexpr int kStages = 4;
-constexpr int kSums = kBlock / 2;  // of a thread, in a half
-constexpr int kWarpOut = 4096;     // bytes of a warp's results that are written at once
-constexpr int kOutColumns = 32;    // of fp32 that are written by one copy, of 16 rows
+constexpr int kMultipliers = 2;  // warpgroups, each with 64 rows of the tile
+constexpr int kGemmThreads = (kMultipliers + 1) * 128;
+constexpr int kStages = 3;
+constexpr int kHalves = kTileColumns / kBlock;  // of the columns: what one product computes
+constexpr int kSums = kBlock / 2;               // of a thread, in a half
+constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
+// Rows' scales that are loaded with a tile: a box begins at a multiple of 16 bytes, an expert's
+// rows anywhere.
+constexpr int kScalesOfA = kTileRows + 16 / sizeof(float);
+constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes are 128-byte aligned
+constexpr int kWarpOut = 4096;   // bytes of a warp's results that are written at once
+constexpr int kOutColumns = 32;  // of fp32 that are written by one copy, of 16 rows
 
 struct Gemm {
   const std::int32_t* offsets;  // [num_experts + 1]: where each expert's rows begin and end
@@ -44,36 +34,34 @@ struct Gemm {
   bool adds;              // to what a weight gradient was before
 };
 
-template <bool kIsWeights>
 struct __align__(1024) GemmShared {
-  using W = Work<kIsWeights>;
-  char a[kStages][W::kBytesOfA], b[kStages][W::kBytesOfB];
-  char out[W::kMultipliers * 4][kWarpOut];
-  float scales_a[kStages][W::kPitchOfScales];
-  float scales_b[kIsWeights ? kStages : 1][kIsWeights ? W::kScalesOfB : 1];
+  char a[kStages][kBytesOfA], b[kStages][kBytesOfB];
+  char out[kMultipliers * 4][kWarpOut];
+  float scales_a[kStages][kPitchOfScales];
+  float scales_b[kStages][kTileColumns];  // of weight gradients
   std::uint64_t full[kStages], empty[kStages];
 };
 
-// Where in it stage `s` of a pipeline begins.
-template <bool kIsWeights>
+// Where in it a stage begins, and what a warp writes.
 struct Layout {
-  using W = Work<kIsWeights>;
-  using Shared = GemmShared<kIsWeights>;
   using Address = hopper::Address;
   Address base;
-  __device__ Address a(int s) const { return base + s * W::kBytesOfA; }
-  __device__ Address b(int s) const { return base + int(offsetof(Shared, b)) + s * W::kBytesOfB; }
-  __device__ Address out(int warp) const {
-    return base + int(offsetof(Shared, out)) + warp * kWarpOut;
-  }
+  __device__ Address a(int s) const { return base + s * kBytesOfA; }
+  __device__ Address b(int s) const { return at(offsetof(GemmShared, b), s, kBytesOfB); }
+  __device__ Address out(int warp) const { return at(offsetof(GemmShared, out), warp, kWarpOut); }
   __device__ Address scales_a(int s) const {
-    return base + int(offsetof(Shared, scales_a)) + s * W::kPitchOfScales * 4;
+    return at(offsetof(GemmShared, scales_a), s, kPitchOfScales * 4);
   }
   __device__ Address scales_b(int s) const {
-    return base + int(offsetof(Shared, scales_b)) + s * W::kScalesOfB * 4;
+    return at(offsetof(GemmShared, scales_b), s, kTileColumns * 4);
   }
-  __device__ Address full(int s) const { return base + int(offsetof(Shared, full)) + s * 8; }
-  __device__ Address empty(int s) const { return base + int(offsetof(Shared, empty)) + s * 8; }
+  __device__ Address full(int s) const { return at(offsetof(GemmShared, full), s, 8); }
+  __device__ Address empty(int s) const { return at(offsetof(GemmShared, empty), s, 8); }
+
+ private:
+  __device__ Address at(std::size_t first, int number, int size) const {
+    return base + static_cast<int>(first) + number * size;
+  }
 };
 
 struct GemmMaps {
@@ -92,11 +80,8 @@ struct Stage {
 // All clusters take every num_clusters()-th tile.
 __device__ inline int cluster_index() { return blockIdx.x / kClusterCtas; }
 __device__ inline int num_clusters() { return gridDim.x / kClusterCtas; }
-template <bool kIsWeights>
-__device__ bool find_tile(const Gemm& gemm, int index, Tile& tile) {
-  using W = Work<kIsWeights>;
-  return find_tile<W::kTileRows, W::kTileColumns>(gemm.offsets, gemm.num_experts, gemm.rows,
-                                                  gemm.columns, index, tile);
+__device__ inline bool find_tile(const Gemm& gemm, int index, Tile& tile) {
+  return find_tile(gemm.offsets, gemm.num_experts, gemm.rows, gemm.columns, index, tile);
 }
 
 template <bool kIsWeights>
@@ -109,23 +94,19 @@ __device__ int end_step(const Tile& tile, const Gemm& gemm) {
 }
 template <bool kIsWeights>
 __device__ int first_row(const Tile& tile, int cta) {
-  return (kIsWeights ? 0 : tile.first_row) +
-         (tile.pair * kClusterCtas + cta) * Work<kIsWeights>::kTileRows;
+  return (kIsWeights ? 0 : tile.first_row) + (tile.pair * kClusterCtas + cta) * kTileRows;
 }
 
 // One warp finds tiles, and one thread of it loads: its CTA's rows of a, half of the columns of b
 // for both CTAs, and scales.
 template <bool kIsWeights>
-__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, const Layout<kIsWeights>& shared,
-                           int cta) {
-  using W = Work<kIsWeights>;
-  constexpr int kHalfBytes = W::kBytesOfB / kClusterCtas;
-  constexpr int kHalfRows = W::kTileColumns / kClusterCtas;
-  constexpr int kBytes = W::kBytesOfA + W::kBytesOfB + (W::kScalesOfA + W::kScalesOfB) * 4;
+__device__ void load_tiles(const GemmMaps& maps, const Gemm& gemm, const Layout& shared, int cta) {
+  constexpr int kHalfBytes = kBytesOfB / kClusterCtas;
+  constexpr int kHalfRows = kTileColumns / kClusterCtas;
+  constexpr int kBytes = kBytesOfA + kBytesOfB + (kScalesOfA + (kIsWeights ? kTileColumns : 0)) * 4;
   Stage stage;
   Tile tile;
-  for (int index = cluster_index(); find_tile<kIsWeights>(gemm, index, tile);
-       index += num_clusters()) {
+  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
     const int row = first_row<kIsWeights>(tile, cta), end = end_step<kIsWeights>(tile, gemm);
     const int column = (kIsWeights ? 0 : tile.expert * gemm.columns) + tile.column;
     for (int step = first_step<kIsWeights>(tile); step < end; ++step, stage.advance()) {
@@ -239,18 +220,16 @@ __device__ inline void write_weights(const Sums& total, hopper::Address staging,
   }
 }
 
-// All warpgroups but the last one multiply.
+// Two warpgroups multiply, each 64 rows: one promotes what it has while the other's products go on.
 template <bool kIsWeights>
-__device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
-                               const Layout<kIsWeights>& shared, int cta) {
-  constexpr int kHalves = Work<kIsWeights>::kHalves;
+__device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm, const Layout& shared,
+                               int cta) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own_row = warp * 16;  // of the tile: this warp's first one
   const int num_blocks = gemm.depth / kBlock;
   Stage stage;
   Tile tile;
-  for (int index = cluster_index(); find_tile<kIsWeights>(gemm, index, tile);
-       index += num_clusters()) {
+  for (int index = cluster_index(); find_tile(gemm, index, tile); index += num_clusters()) {
     const int first = first_step<kIsWeights>(tile), end = end_step<kIsWeights>(tile, gemm);
     const int row = first_row<kIsWeights>(tile, cta) + own_row;
     const int own_scale = own_row + lane / 4 + row % 4;
@@ -311,44 +290,42 @@ __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm,
         release();
       }
     }
-    if constexpr (kIsWeights) {
-      if (row < gemm.rows && (first < end || !gemm.adds)) {
-        write_weights(total[0], shared.out(warp), maps.out, tile.column,
-                      tile.expert * gemm.rows + row, gemm.adds);
-      }
-    } else {
-      const auto write = [&](const Sums& sums, int column) {
+    const auto write = [&](const Sums& sums, int column) {
+      if constexpr (kIsWeights) {
+        if (row >= gemm.rows || (first == end && gemm.adds)) return;
+        write_weights(sums, shared.out(warp), maps.out, column, tile.expert * gemm.rows + row,
+                      gemm.adds);
+      } else {
         write_rows(sums, shared.out(warp),
                    static_cast<__nv_bfloat16*>(gemm.out) +
                        static_cast<std::int64_t>(row) * gemm.columns + column,
                    gemm.columns, tile.end_row - row);
-      };
-      static_assert(kHalves == 2);  // a loop would put the sums into local memory
-      write(total[0], tile.column);
-      write(total[1], tile.column + kBlock);
-    }
+      }
+    };
+    static_assert(kHalves == 2);  // a loop would put the sums into local memory
+    write(total[0], tile.column);
+    write(total[1], tile.column + kBlock);
   }
   if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
 }
 
 template <bool kIsWeights>
-__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, GemmShared<kIsWeights>& memory) {
-  using W = Work<kIsWeights>;
-  const Layout<kIsWeights> shared{hopper::kept_address_of(&memory)};
+__device__ void run_gemm(const GemmMaps& maps, const Gemm& gemm, GemmShared& memory) {
+  const Layout shared{hopper::kept_address_of(&memory)};
   const int cta = hopper::cluster_rank();
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       hopper::init_barrier(shared.full(s), 1);
-      hopper::init_barrier(shared.empty(s), kClusterCtas * W::kMultipliers * 4);
+      hopper::init_barrier(shared.empty(s), kClusterCtas * kMultipliers * 4);
     }
     hopper::fence_barriers();
   }
   hopper::cluster_barrier();
-  if (threadIdx.x >= W::kMultipliers * 128) {
-    hopper::lower_registers<W::kLoaderRegisters>();
-    if (threadIdx.x / 32 == W::kMultipliers * 4) load_tiles<kIsWeights>(maps, gemm, shared, cta);
+  if (threadIdx.x >= kMultipliers * 128) {
+    hopper::lower_registers<40>();
+    if (threadIdx.x / 32 == kMultipliers * 4) load_tiles<kIsWeights>(maps, gemm, shared, cta);
   } else {
-    hopper::raise_registers<W::kRegisters>();
+    hopper::raise_registers<232>();
     multiply_tiles<kIsWeights>(maps, gemm, shared, cta);
   }
   hopper::cluster_barrier();  // a CTA's memory exists until the other one has done with it

@@ -7,9 +7,10 @@
 
 namespace ncclep::experts {
 
-constexpr int kBlock = 128;       // values that share a scale
-constexpr int kClusterCtas = 2;   // one tile above the other
-constexpr int kGroupedPairs = 8;  // see `find_tile`
+constexpr int kTileRows = 128, kTileColumns = 256;  // of a CTA
+constexpr int kBlock = 128;                         // values that share a scale
+constexpr int kClusterCtas = 2;                     // one tile above the other
+constexpr int kGroupedPairs = 8;                    // see `find_tile`
 
 // The sum over this lane and those before it.  Called by whole warps.
 __device__ inline int sum_to_lane(int own) {
@@ -29,13 +30,12 @@ struct Tile {
   int first_block, end_block;  // of its rows, where each expert's begin a block of their own
 };
 
-// Tile `index` of kTileRows x kTileColumns, of all experts' results, each of which has `rows`, or
+// Tile `index` of all experts' results, each of which has `rows`, or
 // if 0 the expert's; false: there is none.  Called by whole warps, whose lanes look at an expert
 // each.  Tiles that follow each other form a block of few rows and few columns, whose operands stay
 // in the L2 cache.
-template <int kTileRows, int kTileColumns>
-__device__ bool find_tile(const std::int32_t* offsets, int num_experts, int rows, int columns,
-                          int index, Tile& tile) {
+__device__ inline bool find_tile(const std::int32_t* offsets, int num_experts, int rows,
+                                 int columns, int index, Tile& tile) {
   const int lane = threadIdx.x % 32, num_columns = columns / kTileColumns;
   int tiles_before = 0, blocks_before = 0;
   for (int first = 0; first < num_experts; first += 32) {

@@ -35,13 +35,13 @@ MISTAKES = {
         "experts/products.cuh", "«hopper::wait_for_products(product);»\n          if (half ==",
         "if (half == 0) { hopper::wait_for_products(product); }"), "products", "rows: "),
     "a stage is overwritten while the other CTA multiplies": (Change(
-        "experts/products.cuh", "shared.empty(s), «kClusterCtas * W::kMultipliers * 4»);",
-        "W::kMultipliers * 4"), "products", ""),
+        "experts/products.cuh", "shared.empty(s), «kClusterCtas * kMultipliers * 4»);",
+        "kMultipliers * 4"), "products", ""),
     "scales are read after the stage is released": (Change(
         "experts/products.cuh", "if («half == kHalves - 1») release();", "half == 0"),
         "products", ""),
     "a tile writes the rows of the next expert": (Change(
-        "experts/products.cuh", "if («row < gemm.rows» && (first", "true"),
+        "experts/products.cuh", "if («row >= gemm.rows» || (first", "false"),
         "products", ""),
     "columns have the scales of others": (Change(
         "experts/products.cuh", "own.load(columns + «ColumnScales::kPairs * 32», pair);", "0"),

@@ -46,17 +46,16 @@ void check_rows(const Experts& experts) {
   const auto scales_a = draw_scales(kDepth / kBlock * pitch);
   const auto scales_b = draw_scales(b.size() / kBlock / kBlock);
   std::vector<__nv_bfloat16> out(static_cast<std::size_t>(rows + 256) * kColumns, {kUntouched});
-  using W = Work<false>;
   const GemmMaps maps{
-      map_of(a, kDepth, rows, kBlock, W::kTileRows),
-      map_of(b, kDepth, experts.size() * kColumns, kBlock, W::kTileColumns / kClusterCtas),
-      map_of_scales(scales_a, pitch, kDepth / kBlock, W::kScalesOfA),
+      map_of(a, kDepth, rows, kBlock, kTileRows),
+      map_of(b, kDepth, experts.size() * kColumns, kBlock, kTileColumns / kClusterCtas),
+      map_of_scales(scales_a, pitch, kDepth / kBlock, kScalesOfA),
       {},
       {}};
   const Gemm gemm{experts.offsets.data(), experts.size(), 0,    kColumns, kDepth,
                   scales_b.data(),        out.data(),     false};
-  run(kClusters * kClusterCtas, W::kThreads, sizeof(GemmShared<false>),
-      [&] { run_gemm(maps, gemm, *reinterpret_cast<GemmShared<false>*>(emu::dynamic_shared())); });
+  run(kClusters * kClusterCtas, kGemmThreads, sizeof(GemmShared),
+      [&] { run_gemm<false>(maps, gemm, *reinterpret_cast<GemmShared*>(emu::dynamic_shared())); });
   for (int expert = 0; expert < experts.size(); ++expert) {
     for (int row = experts.offsets[expert]; row < experts.offsets[expert + 1]; ++row) {
       for (int column = 0; column < kColumns; ++column) {
@@ -80,25 +79,23 @@ void check_rows(const Experts& experts) {
 }
 
 void check_weights(const Experts& experts, bool adds) {
-  constexpr int kRows = 256, kColumns = 256;  // not a whole number of tiles
+  constexpr int kRows = 384, kColumns = 256;  // not a whole number of clusters' rows
   constexpr float kBefore = 3;
   const long width = experts.num_blocks() * kBlock;
   const auto a = draw_fp8(kRows * width), b = draw_fp8(kColumns * width);
   const auto scales_a = draw_scales(experts.num_blocks() * kRows);
   const auto scales_b = draw_scales(experts.num_blocks() * kColumns);
   std::vector<float> out(static_cast<std::size_t>(experts.size()) * kRows * kColumns, kBefore);
-  using W = Work<true>;
   const long num_blocks = experts.num_blocks();
-  const GemmMaps maps{
-      map_of(a, kBlock, num_blocks * kRows, kBlock, W::kTileRows),
-      map_of(b, kBlock, num_blocks * kColumns, kBlock, W::kTileColumns / kClusterCtas),
-      map_of_scales(scales_a, kRows, num_blocks, W::kScalesOfA),
-      map_of_scales(scales_b, kColumns, num_blocks, W::kScalesOfB),
-      map_of(out, kColumns, experts.size() * kRows, kOutColumns, 16)};
+  const GemmMaps maps{map_of(a, kBlock, num_blocks * kRows, kBlock, kTileRows),
+                      map_of(b, kBlock, num_blocks * kColumns, kBlock, kTileColumns / kClusterCtas),
+                      map_of_scales(scales_a, kRows, num_blocks, kScalesOfA),
+                      map_of_scales(scales_b, kColumns, num_blocks, kTileColumns),
+                      map_of(out, kColumns, experts.size() * kRows, kOutColumns, 16)};
   const Gemm gemm{
       experts.offsets.data(), experts.size(), kRows, kColumns, 0, nullptr, nullptr, adds};
-  run(kClusters * kClusterCtas, W::kThreads, sizeof(GemmShared<true>),
-      [&] { run_gemm(maps, gemm, *reinterpret_cast<GemmShared<true>*>(emu::dynamic_shared())); });
+  run(kClusters * kClusterCtas, kGemmThreads, sizeof(GemmShared),
+      [&] { run_gemm<true>(maps, gemm, *reinterpret_cast<GemmShared*>(emu::dynamic_shared())); });
   for (int i = 0; i < static_cast<int>(out.size()); ++i) {
     const int expert = i / kColumns / kRows, row = i / kColumns % kRows, column = i % kColumns;
     Sum sum;
