@@ -6,9 +6,7 @@ namespace ncclep::fp8 {
 
 namespace {
 
-static_assert(kBlock == experts::kBlock &&
-              kResultColumns % experts::Work<false>::kTileColumns == 0 &&
-              kResultColumns % experts::Work<true>::kTileColumns == 0);
+static_assert(kBlock == experts::kBlock);
 
 cudaStream_t handle(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
