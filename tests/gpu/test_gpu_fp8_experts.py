@@ -33,14 +33,14 @@ REST = 40  # rows after the last block, all NaN
 BF16 = torch.bfloat16
 INTO_MAIN_GRAD = GradientTarget(into_main_grad=True)
 NAMES = ("output", "rows", "probs", "fc1", "fc2")
-# Within a product of 32 values the tensor cores keep 13 bits below the largest term, which moves a
-# sum by up to 5.4e-4 of its terms' magnitudes (benchmarks/results/2026-11-28-1xH200-fp8-experts.txt).
+# Within a product of 32 values the tensor cores keep 13 bits below the largest term, which moved a
+# sum by up to 5.4e-4 of its terms' magnitudes (2026-11-28-1xH200-fp8-experts.txt).
 SUM_BITS = 1e-3
 # e4m3 moves a value by 2^-5.2 (root mean square).  A product has two such factors; gate and up,
 # activated rows and their gradients pass one or two products before they are quantised.
 FP8_DISTANCE = 2**-3
 # Another order of sums moves a few values to the next bf16, and of these a few to the next e4m3.
-SAME_FORMAT = 1e-2
+SAME_FORMAT = 2e-2
 
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
