@@ -44,6 +44,9 @@ LIBRARY = "megatron_ncclep.libncclep"
 # The kernels for NVLink domains of more than 32 GPUs, and the oldest architecture that has such:
 # they are the other kernels once more, so a library for older GPUs would be twice as large.
 WIDE, WIDE_FROM = SOURCES / "native" / "wide", 100
+# The experts' FP8 products, which only the extension has, use what only Hopper has.
+HOPPER, HOPPER_NAMES = SOURCES / "experts", {"sm_90", "sm_90a"}
+HOPPER_OPTIONS = ["-gencode", "arch=compute_90a,code=sm_90a"]
 NCCL_VERSION = (2, 30, 7)  # of the headers, at least: what is compiled with them needs no older one
 
 
@@ -136,6 +139,7 @@ class BuildExtension(build_ext):
         version = toolkit_version(home)
         options, names = targets(version)
         wide, _ = targets(version, WIDE_FROM)
+        hopper = HOPPER_OPTIONS if HOPPER_NAMES.intersection(names) else []
         dotted, names = "{}.{}".format(*version), " ".join(names)
         (include, nccl), headers = nccl_headers(), []
         if include is not None:
@@ -149,27 +153,31 @@ class BuildExtension(build_ext):
         kernels = sorted(
             SOURCES.rglob("*.cu"), key=lambda path: (path.parent != WIDE, -path.stat().st_size)
         )
-        kernels = [path for path in kernels if wide or path.parent != WIDE]
+        special = {WIDE: wide, HOPPER: hopper}
+        kernels = [path for path in kernels if special.get(path.parent, options)]
         # Kernels know nothing of Python: wheels for several Pythons share their objects.
         name = re.sub(r"[^\w.]+", "-", f"kernels {self.plat_name} {dotted} {names} {nccl}")
         folder = Path(self.build_temp).parent / name.strip("-")
         print(f"compiling {len(kernels)} files with CUDA {dotted}", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            commands = [headers + (wide if path.parent == WIDE else options) for path in kernels]
+            commands = [headers + special.get(path.parent, options) for path in kernels]
             make = partial(self.compile_kernels, home, folder, forced)
-            objects = list(pool.map(make, commands, kernels))
+            objects = dict(zip(kernels, pool.map(make, commands, kernels), strict=True))
         for ext in self.extensions:
             ext.define_macros += [
                 ("NCCLEP_CUDA_VERSION", f'"{dotted}"'),
                 ("NCCLEP_ARCHITECTURES", f'"{names}"'),
                 ("NCCLEP_NCCL_VERSION", f'"{nccl}"'),
                 *([("NCCLEP_WIDE_DOMAINS", "1")] if wide else []),
+                *([("NCCLEP_FP8_EXPERTS", "1")] if hopper else []),
             ]
             ext.include_dirs += [str(SOURCES), str(home / "include")]
             # Toolkits from pip have their libraries in lib/.
             ext.library_dirs += [str(home / "lib64"), str(home / "lib")]
             ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
-            ext.extra_objects += objects
+            ext.extra_objects += [
+                made for path, made in objects.items() if ext is extension or path.parent != HOPPER
+            ]
         # The extension is linked from the library's objects, which are compiled first.
         extension.extra_objects += self.compiler.object_filenames(
             library.sources, output_dir=self.build_temp

@@ -38,7 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
         "all subjects train; low_latency)",
         "separated by commas, such as native@24,nccl_ep_library,alltoall (default: all but layers, "
         "experts and those that train; an unknown name lists them); NAME@N: kernels of an engine "
-        "or a library on N SMs; experts:megatron, experts:grouped: experts alone; "
+        "or a library on N SMs; experts:megatron, experts:grouped, either with _fp8: experts "
+        "alone; "
         "layer:DISPATCHER: a whole MoELayer; train:DISPATCHER: whole training steps, such as "
         "train:ncclep:native, and after it, in this order, :grouped for this package's experts, "
         ":frozen, :lora16 or :lora32 for layers whose experts are frozen, without or with "

@@ -11,7 +11,7 @@
     layer:DISPATCHER...        a whole MoELayer (router, dispatcher, experts)
     layer:liger_cute           LigerCute's kernel for dispatch, experts and combine, with a router
     experts:megatron,          the experts of such a layer alone: Megatron-Core's or this package's,
-    experts:grouped            the latter also with :full_iteration
+    experts:grouped            the latter also with :full_iteration; with _fp8 in blockwise FP8
     train:DISPATCHER...        whole training steps of a model
 
 Layers, experts and trainings are measured on request only.  Layers and trainings take variants, in
@@ -115,6 +115,7 @@ class Variant:
     name: str  # as on the command line
     dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
+    fp8: bool = False  # experts alone, in Megatron's recipe blockwise
     frozen: bool = False  # the experts' weights
     lora_rank: int = 0  # of adapters on frozen experts; 0: none
     static: bool = False  # received tensors have a fixed number of rows
@@ -153,6 +154,9 @@ EXPERTS = {
         ("experts:grouped", True, None),
         (f"experts:grouped:{FULL_ITERATION}", True, FULL_ITERATION),
     )
+} | {
+    name: Variant(name, DISPATCHERS["alltoall"], grouped=grouped, fp8=True)
+    for name, grouped in (("experts:megatron_fp8", False), ("experts:grouped_fp8", True))
 }
 # Names with a dispatcher; parts in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:frozen or :lora16 or :lora32][:static][:full_iteration]"
@@ -267,6 +271,8 @@ def unavailable_reason(
         return INSTALL_MEGATRON
     if variant.captured and device != "cuda":
         return f"a CPU has no CUDA graphs: leave {variant.captured} out"
+    if variant.fp8 and device != "cuda":
+        return "FP8 products need a GPU: leave _fp8 out"
     if variant.router_fusion and device != "cuda":
         return f"TransformerEngine's fused router needs a GPU: leave {ROUTER_FUSION} out"
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":

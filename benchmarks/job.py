@@ -22,6 +22,7 @@ from benchmarks.catalogue import (
     unavailable_reason,
     variant_of,
 )
+from benchmarks.fp8_experts import Fp8ExpertsSubject
 from benchmarks.layer_model import import_on_cpu
 from benchmarks.layers import DispatcherSubject, ExpertsSubject, LayerSubject
 from benchmarks.library import LibraryLowLatencySubject, LibrarySubject
@@ -64,6 +65,8 @@ def make_subject(
     if kind == "layer":
         made = AdaptedLayerSubject if known_variant(name).frozen else LayerSubject
         return made(name, setting, workload, max_recv_rows)
+    if kind == "experts" and known_variant(name).fp8:
+        return Fp8ExpertsSubject(name, setting, workload)
     return SUBJECTS[mode][kind](name, setting, workload)
 
 

@@ -361,6 +361,7 @@ def routing_problem(
 def results_problem(
     workload: Workload, rank: int, actual: Mapping[str, torch.Tensor | None],
     expected: Iterable[tuple[str, torch.Tensor]], passes: int | None = None, parts: int = 0,
+    coarse: float = 0.0,
 ) -> str | None:  # fmt: skip
     """Say what is wrong with results of a layer or its experts on `rank`, if anything is.
 
@@ -370,6 +371,7 @@ def results_problem(
         expected: name and result; of main_grads, which were zero before, that of one pass.
         passes: number of passes that are added up in `actual`; None: it holds results.
         parts: of which the sums of one pass consist, if they are added in the shape's dtype.
+        coarse: a further fraction, of products whose factors are coarser than the shape's dtype.
 
     A value may be off by a fraction of its tensor's largest value, because terms have both signs.
     The subjects round where fp32 does not: dispatchers after each of the K terms, at the wire and
@@ -381,7 +383,7 @@ def results_problem(
     assert workload.ffn_hidden_size is not None  # the layer could not be made without it
     steps = max(case.hidden, 2 * workload.ffn_hidden_size, workload.tables[rank].num_rows)
     rounding = (case.top_k + 3 + math.sqrt(parts)) * torch.finfo(case.dtype).eps / 2
-    tolerance = rounding + math.sqrt(steps) * torch.finfo(torch.float32).eps
+    tolerance = coarse + rounding + math.sqrt(steps) * torch.finfo(torch.float32).eps
     for name, of_one in expected:
         want, found = of_one.float() * (passes or 1), actual[name]
         found = torch.zeros_like(want) if found is None else found.float()

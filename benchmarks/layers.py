@@ -133,6 +133,7 @@ class _Accumulating(Subject):
 
     _host_counts = True
     _parts = 0  # of gradients, see `results_problem`
+    _compare = staticmethod(model.results_problem)
     _shared: Any  # the layer in DistributedDataParallel
     _inputs: tuple[torch.Tensor, ...]  # leaves whose gradients are results
     _grad_out: torch.Tensor
@@ -248,10 +249,8 @@ class _Accumulating(Subject):
             other, found = self._compared(results, workload)
             problems += [
                 other,
-                model.results_problem(workload, rank, found, expected.items()),
-                model.results_problem(
-                    workload, rank, self._gradients(), gradients(), passes, self._parts
-                ),
+                self._compare(workload, rank, found, expected.items()),
+                self._compare(workload, rank, self._gradients(), gradients(), passes, self._parts),
             ]
         return next(filter(None, problems), None)
 
@@ -369,7 +368,7 @@ class ExpertsSubject(_Accumulating):
         received = model.received_rows(workload, setting.rank)
         with excused(UnsupportedError if grouped else Exception):
             self._experts = self._experts_of()
-            place, lengths = blocks_of(received.counts, grouped)
+            place, lengths = blocks_of(received.counts, grouped, self._variant.fp8)
             self._place = place.to(setting.device)
             self._counts = lengths.to(setting.device) if grouped else lengths
             size = int(lengths.sum())  # zeros fill up the blocks
@@ -407,21 +406,21 @@ class ExpertsSubject(_Accumulating):
         self._experts = None
 
 
-def blocks_of(counts: torch.Tensor, grouped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks_of(
+    counts: torch.Tensor, grouped: bool, in_fp8: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Place of each row in the order of experts, int64 [num_rows], and the blocks' lengths.
 
-    `counts`: rows of each expert, int64 [num_local_experts], on the CPU; `grouped`: for this
-    package's experts.  Lengths are in the order of the blocks.
-
-    Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where blocks have
-    16 rows each and the last expert is the first; otherwise they are 0 to 4.
+    `counts`: rows of each expert, int64 [num_local_experts], on the CPU; either option pads blocks.
+    Example: with counts 2 and 3 the places are 16, 17, 0, 1 and 2 with `grouped`, where the last
+    expert is first; 0, 1, 16, 17 and 18 with only `in_fp8`; otherwise they are 0 to 4.
     """
-    if not grouped:
-        return torch.arange(int(counts.sum())), counts
-    lengths = (-(-counts // GROUPED_ALIGNMENT) * GROUPED_ALIGNMENT).flip(0)
-    starts = (lengths.cumsum(0) - lengths).flip(0)
-    within = [torch.arange(count) for count in counts.tolist()]
-    return torch.cat(within) + starts.repeat_interleave(counts), lengths
+    alignment = GROUPED_ALIGNMENT if grouped or in_fp8 else 1
+    padded = -(-counts // alignment) * alignment
+    lengths = padded.flip(0) if grouped else padded
+    starts = lengths.cumsum(0) - lengths
+    within = torch.cat([torch.arange(count) for count in counts.tolist()])
+    return within + (starts.flip(0) if grouped else starts).repeat_interleave(counts), lengths
 
 
 def captured(call: Callable[[], Results]) -> tuple[Callable[[], None], Results]:

@@ -31,8 +31,11 @@ MARK = "FillFunctor<c10::complex<double>"
 IN_OPTIMIZER = "in_optimizer"
 # Kinds of kernels by name: the first match decides.  `plan` is everything of this package's and of
 # NVIDIA's library that is neither dispatch nor combine; `permute` whatever reorders rows on their
-# own GPU: Megatron-Core's dispatchers without fused permute use torch's indexing.
+# own GPU: Megatron-Core's dispatchers without fused permute use torch's indexing.  Of our experts'
+# FP8 kernels only the products are GEMMs.
 _RULES = (
+    ("GEMM", r"ncclep::experts::multiply"),
+    ("rest", r"ncclep::experts"),
     ("dispatch", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*dispatch|dispatch_kernel"),
     ("combine", r"(ncclep|nccl_ep|hybrid_ep|deep_ep).*combine|combine_kernel"),
     ("plan", r"ncclep|nccl_ep|hybrid_ep|deep_ep"),

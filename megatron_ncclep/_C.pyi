@@ -376,3 +376,67 @@ def copy_rows(
 ) -> None: ...
 def stamp(times: Tensor, index: int, stream: int) -> None: ...
 def copy_memory(to: int, from_: int, num_bytes: int) -> None: ...
+
+# Only in an extension that was built for compute capability 9.0.
+def fp8_quantize_rows(
+    values: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None,
+    scales: Tensor | None,
+    transposed: Tensor | None,
+    scales_transposed: Tensor | None,
+    powers_of_two: bool,
+    stream: int,
+) -> None: ...
+def fp8_swiglu(
+    gate_up: Tensor,
+    probs: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None,
+    scales: Tensor | None,
+    transposed: Tensor | None,
+    scales_transposed: Tensor | None,
+    powers_of_two: bool,
+    stream: int,
+) -> None: ...
+def fp8_swiglu_gradients(
+    gate_up: Tensor,
+    probs: Tensor,
+    grads: Tensor,
+    offsets: Tensor,
+    prob_grads: Tensor,
+    rows: Tensor | None,
+    scales: Tensor | None,
+    transposed: Tensor | None,
+    scales_transposed: Tensor | None,
+    powers_of_two: bool,
+    stream: int,
+) -> None: ...
+def fp8_quantize_weights(
+    values: Tensor,
+    weights: Tensor,
+    scales: Tensor,
+    transposed: Tensor,
+    scales_transposed: Tensor,
+    powers_of_two: bool,
+    stream: int,
+) -> None: ...
+def fp8_multiply_rows(
+    rows: Tensor,
+    scales: Tensor,
+    weights: Tensor,
+    weight_scales: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    stream: int,
+) -> None: ...
+def fp8_multiply_for_weights(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    adds: bool,
+    stream: int,
+) -> None: ...

@@ -63,7 +63,7 @@ SUBJECTS = {
 # Remarks for users besides yes and no.
 REMARKS = {
     "--ncclep-max-recv-rows": "static shapes; a number, a factor such as `1.25x`, or `worst`",
-    "--ncclep-experts=grouped": "on Hopper GPUs only, in bf16, with torch 2.10 or newer",
+    "--ncclep-experts=grouped": "on Hopper GPUs only, with torch 2.10 or newer",
     "adapters on grouped experts": "LoRA of Megatron-Bridge and ms-swift",
     "expert_tensor_parallel_size": "`native`: several NVLink domains need a network for kernels",
     "fp8_recipe=blockwise": "TransformerEngine's experts; rows cross in the model's dtype",

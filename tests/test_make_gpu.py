@@ -39,7 +39,7 @@ def test_choice_of_steps() -> None:
     assert names[0] == gpu_steps.PARTS["layers"][1].name
     assert names[1:] == [step.name for step in gpu_steps.PARTS["random"]]
     assert gpu_steps.chosen_steps([]) == gpu_steps.every_step()
-    for wrong, said in (("layer", "there are"), ("layers:8", "0 to 7"), ("layers:x", "0 to 7")):
+    for wrong, said in (("layer", "there are"), ("layers:9", "0 to 8"), ("layers:x", "0 to 8")):
         with pytest.raises(ValueError, match=said):
             gpu_steps.chosen_steps([wrong])
 

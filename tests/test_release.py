@@ -97,7 +97,9 @@ def test_what_a_change_compiles_again(
     had been made without it, so the next build found nothing to do.  And the four wheels of a
     release compiled all kernels four times, and said nothing meanwhile.
     """
-    kernels = plan, wide = ["csrc/native/plan/plan.cu", "csrc/native/wide/plan.cu"]
+    kernels = plan, wide, fp8 = [
+        "csrc/native/plan/plan.cu", "csrc/native/wide/plan.cu", "csrc/experts/fp8_experts.cu"
+    ]  # fmt: skip
     header, device, other = "csrc/common/a.h", "csrc/native/b.cuh", "csrc/host/c.cpp"
     for name in (*kernels, header, device, other, "bin/nvcc", "include/cuda_runtime.h"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -145,18 +147,72 @@ def test_what_a_change_compiles_again(
     assert f"{plan}: " in capsys.readouterr().out
     assert build() == set()
     assert build("of another Python") == set()
-    for touched in (header, device, plan, wide, other):
+    for touched in (header, device, plan, wide, fp8, other):
         (tmp_path / touched).touch()
-        assert build() == {wide: {wide}, other: set()}.get(touched, {*kernels}), touched
+        few = {plan: {plan, wide}, wide: {wide}, fp8: {fp8, wide}, other: set[str]()}
+        assert build() == few.get(touched, {*kernels}), touched
     edited = tmp_path / "bin" / "edited"
     edited.write_text(header)
     touched = plan
     (tmp_path / plan).touch()
-    assert build() == {*kernels}
+    assert build() == {plan, wide}
     edited.unlink()
     assert build() == {*kernels}, "their sources changed meanwhile"
     touched = ""
     assert build() == set()
+
+
+@pytest.mark.parametrize(
+    ("architectures", "has_fp8"),
+    [("", True), ("90", True), ("90a 100", True), ("100", False), ("120+PTX", False)],
+)
+def test_fp8_kernels_are_compiled_for_hopper_alone(
+    architectures: str, has_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the extension, not for the C library; without Hopper there are neither kernels nor their
+    bindings.
+    """
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(TOOLKIT)
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: None)
+    for name, value in (("CUDA_HOME", str(tmp_path)), ("NCCLEP_BUILD_EXTENSION", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCLEP_CUDA_ARCHITECTURES", architectures)
+    made = runpy.run_path("setup.py")
+    command = made["BuildExtension"](
+        setuptools.Distribution({"name": "x", "ext_modules": made["extensions"]()})
+    )
+    compiled: dict[str, list[str]] = {}
+    linked: dict[str, Any] = {}
+
+    def compile_one(_: Any, home: Path, folder: Path, forced: bool, options: Any, source: Path):
+        compiled[source.name] = options
+        return f"{source.name}.o"
+
+    def link(command: Any, extension: Any) -> None:
+        linked[extension.name] = extension
+        Path(command.get_ext_fullpath(extension.name)).touch()
+
+    (tmp_path / "megatron_ncclep").mkdir()
+    for name, stand_in in (("compile_kernels", compile_one), ("build_extension", link)):
+        monkeypatch.setattr(type(command), name, stand_in)
+    monkeypatch.setattr(type(command), "is_built", lambda *_: False)
+    command.build_lib, command.build_temp = str(tmp_path), str(tmp_path / "temp")
+    command.ensure_finalized()
+    command.run()
+    source = "fp8_experts.cu"
+    hopper = [option for option in compiled.get(source, ()) if option.startswith("arch")]
+    assert hopper == (["arch=compute_90a,code=sm_90a"] if has_fp8 else [])
+    others = {option for name, each in compiled.items() if name != source for option in each}
+    assert "arch=compute_90a,code=sm_90a" not in others
+    library, extension = (linked[f"megatron_ncclep.{name}"] for name in ("libncclep", "_C"))
+    has_object = [f"{source}.o" in each.extra_objects for each in (library, extension)]
+    has_bindings = ("NCCLEP_FP8_EXPERTS", "1") in extension.define_macros
+    assert (has_object, has_bindings) == ([False, has_fp8], has_fp8)
+    assert "dispatch.cu.o" in library.extra_objects
 
 
 def test_an_extension_for_another_processor_has_its_suffix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,4 +24,7 @@ void bind_native(pybind11::module_& module);
 // Kernels and copies without a group, for routes, messages and measurements: kernels.cpp.
 void bind_kernels(pybind11::module_& module);
 
+// Products and quantisation in FP8, if the extension was built for Hopper: fp8_experts.cpp.
+void bind_fp8_experts(pybind11::module_& module);
+
 }  // namespace ncclep::bindings

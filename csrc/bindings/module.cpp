@@ -42,4 +42,5 @@ PYBIND11_MODULE(_C, module) {
   ncclep::bindings::bind_libraries(module);
   ncclep::bindings::bind_native(module);
   ncclep::bindings::bind_kernels(module);
+  ncclep::bindings::bind_fp8_experts(module);
 }

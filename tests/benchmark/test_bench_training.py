@@ -287,6 +287,7 @@ NAMES = {
     ],
     "GEMM": [
         "nvjet_tst_256x128_64x4_1x2_h_bz_coopB_TNT",
+        "ncclep::experts::multiply_rows_kernel(ncclep::experts::GemmMaps, ncclep::experts::Gemm)",
         "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<Gemm>>(...)",
     ],
     "dispatch": [
@@ -309,6 +310,7 @@ NAMES = {
     ],
     "optimizer": ["void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(...)"],
     "rest": [
+        "ncclep::experts::quantize_rows_kernel(ncclep::experts::Rows, ncclep::experts::Fp8Rows)",
         "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(...)",
         "triton_poi_fused_mul_silu_0",
         "Memset (Device)",

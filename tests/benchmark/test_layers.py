@@ -157,6 +157,8 @@ def test_blocks() -> None:
     assert place.tolist() == [32, 33, *range(17)]
     place, lengths = blocks_of(torch.tensor([2, 0, 17]), grouped=False)
     assert (lengths.tolist(), place.tolist()) == ([2, 0, 17], [*range(19)])
+    place, lengths = blocks_of(torch.tensor([2, 0, 17]), grouped=False, in_fp8=True)
+    assert (lengths.tolist(), place.tolist()) == ([16, 0, 32], [0, 1, *range(16, 33)])
 
 
 def test_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ not pad.  From 0.18 on, TEGroupedMLP skips padding without reading the row count
 Megatron's own dispatchers that pad (`change_padding`); all other experts read the counts before
 they copy any rows.  The routing map is unchanged.  Zero rows do not affect the scale of a tensor or
 of one of its blocks, which depends on the largest magnitude, and add nothing to weight gradients.
+The FP8 products of grouped experts take blocks of any size.
 """
 
 from __future__ import annotations

@@ -61,8 +61,12 @@ class AsBuilt:
         linears: the same -> the linears themselves, one for all experts or one for each.
     """
 
-    def __init__(self, experts: nn.Module) -> None:
-        """Remember all modules below `experts` that have a part in computing, and itself."""
+    def __init__(self, experts: nn.Module, takes_adapters: bool = True) -> None:
+        """Remember all modules below `experts` that have a part in computing, and itself.
+
+        Unless `takes_adapters`, these are a change too.
+        """
+        self._takes_adapters = takes_adapters
         self.found: str | None = None
         self.adapters: dict[str, list[Adapter]] = {}
         self._wrappers: dict[str, list[nn.Module]] = {}
@@ -93,7 +97,8 @@ class AsBuilt:
             self.found = next(f"all modules have {kind}" for hooks, kind in _GLOBAL_HOOKS if hooks)
             return self.found
         if self._changed() is not None:
-            self._take_adapters()
+            if self._takes_adapters:
+                self._take_adapters()
             if (changed := self._changed()) is not None:
                 self.found = self._words(changed)
                 return self.found
@@ -175,6 +180,8 @@ class AsBuilt:
                 said = f"{child} of {where} is now {_kind(now)}, and was {_kind(before)}"
                 if before is None or child not in self.linears:
                     return said
+                if not self._takes_adapters:
+                    return f"{said}: adapters are computed in bf16 only"
                 return f"{said}: {unread(now, before) or 'not around all experts'}"
         if own.get("activation_func") is not built.activation:
             return f"{where} has another activation_func"

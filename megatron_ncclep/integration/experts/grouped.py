@@ -22,6 +22,11 @@ from megatron_ncclep.integration.experts.adapter_product import LowRank, add_ada
 from megatron_ncclep.integration.experts.adapters import weights_in
 from megatron_ncclep.integration.experts.as_built import AsBuilt
 from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of, with_room
+from megatron_ncclep.integration.experts.fp8_products import Fp8Products
+from megatron_ncclep.integration.experts.fp8_recipe import powers_of_two_in_use
+from megatron_ncclep.integration.experts.fp8_recipe import unavailable_reason as fp8_unavailable
+from megatron_ncclep.integration.experts.fp8_swiglu import Fp8Layer, fp8_swiglu_experts
+from megatron_ncclep.integration.experts.fp8_weights import StepWeights
 from megatron_ncclep.integration.experts.fused_swiglu import (
     other_activation,
     swiglu_experts,
@@ -54,8 +59,10 @@ class GroupedExperts:
 
     config: Any
     num_local_experts: int
+    training: bool
     _products: QuackProducts | None = None
     _has_products: bool | None = None
+    _step_weights: StepWeights | None = None  # in FP8
     _laid_out: tuple[int, ...] = ()
     _room = 0  # behind the weights of fc2 of each expert, in rows
     _in_graph: tuple[int, ...] = ()
@@ -88,8 +95,8 @@ class GroupedExperts:
             [num_rows, hidden], undefined after the last block, and no bias.
 
         Raises:
-            UnsupportedError: the rows' device or dtype has no grouped GEMM, or the weights are
-                sharded.
+            UnsupportedError: the rows' device or dtype has no grouped GEMM, or none in FP8 where
+                the pass is in FP8, or the weights are sharded.
         """
         rows, probs = permuted_local_hidden_states, permuted_probs
         if self.as_built.found is not None:
@@ -118,6 +125,9 @@ class GroupedExperts:
             flags_tell_of_the_step(config),
             holds_iteration(config),
         )
+        if (powers_of_two := powers_of_two_in_use(config)) is not None:
+            layer = self._fp8_layer(rows, fc1, fc2, target, powers_of_two)
+            return fp8_swiglu_experts(rows, probs, offsets, fc1, fc2, layer), None
         products, adapters = self._products_of(rows), self.as_built.adapters
         factors = self._factors(rows) if products else None
         self._lay_out_frozen(fc1, fc2, factors[1].a.shape[1] if factors and factors[1] else 0)
@@ -136,6 +146,25 @@ class GroupedExperts:
         for adapter in adapters.get("linear_fc2", ()):
             add_adapter(out, activated, offsets, adapter, self.reverse_local_experts, again)
         return out, None
+
+    def _fp8_layer(
+        self,
+        rows: Tensor,
+        fc1: list[torch.nn.Parameter],
+        fc2: list[torch.nn.Parameter],
+        target: GradientTarget,
+        powers_of_two: bool,
+    ) -> Fp8Layer:
+        """What a pass in FP8 computes with; quantises the weights if they may have changed."""
+        if problem := fp8_unavailable(rows.device, rows.dtype):
+            raise unsupported(problem)
+        self._lay_out_frozen(fc1, fc2, 0)
+        if self._step_weights is None:
+            self._step_weights = StepWeights()
+        linears = [linear for of_layer in self.as_built.linears.values() for linear in of_layer]
+        products, state = Fp8Products(powers_of_two), (self.config, self.training)
+        weights = self._step_weights.of(fc1, fc2, linears, products, *state)
+        return Fp8Layer(products, *weights, target, recomputes_activation(self.config))
 
     def lay_out_weights(self, room: int = 0) -> None:
         """Put the experts' weights one behind the other, as Megatron's buffers do.
@@ -245,16 +274,18 @@ def group_experts(experts: Any, reverse_local_experts: bool = False) -> None:
 
     Raises:
         UnsupportedError: they are of a class whose `forward` would be lost, or on a GPU that has no
-            grouped GEMM.
+            grouped GEMM, or none in FP8 where the config asks for that.
     """
     if problem := class_problem(experts):
         raise unsupported(problem)
     experts.__class__ = _GROUPED[type(experts)]
     experts.reverse_local_experts = reverse_local_experts
-    experts.as_built = AsBuilt(experts)
+    in_fp8 = bool(getattr(experts.config, "fp8", None))
+    experts.as_built = AsBuilt(experts, takes_adapters=not in_fp8)
     weight = experts.weights_of("linear_fc1")[0]
     if weight.is_cuda:
         dtype = torch.bfloat16 if experts.config.bf16 else weight.dtype
-        if problem := unavailable_reason(weight.device, dtype):
+        problem = unavailable_reason(weight.device, dtype)
+        if problem := problem or (fp8_unavailable(weight.device, dtype) if in_fp8 else None):
             raise unsupported(problem)
     experts.lay_out_weights()

@@ -9,10 +9,15 @@ from torch import nn
 from megatron_ncclep.errors import UnsupportedError
 from megatron_ncclep.integration.checks.unsupported import Refusals, is_on, other_than
 from megatron_ncclep.integration.experts.activation import is_fused
+from megatron_ncclep.integration.experts.fused_swiglu import other_activation
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES, MAX_EXPERTS
 
 # In numbers of bf16, so that every row and every weight begins at a multiple of ADDRESS_BYTES.
 WIDTH = ADDRESS_BYTES // 2
+# In FP8 both sides of a weight are columns of some product's result, which has whole tiles.
+FP8_WIDTH = 256
+FP8_FORMAT, FP8_RECIPE = "e4m3", "blockwise"
+OTHER_FP8 = "TransformerEngine's experts compute the others"
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
@@ -22,10 +27,6 @@ def _has_parameters(function: Any) -> bool:
     return isinstance(module, nn.Module) and any(True for _ in module.parameters())
 
 
-_IN_BF16 = (
-    "leave it out: they compute in bf16, because scales, their history and the recipes' use of "
-    "them are inside TransformerEngine's modules, which grouped experts do not call"
-)
 _TOGETHER = "leave it out: they compute weight gradients together with those of the rows"
 REFUSALS: Refusals = {
     "add_bias_linear": (
@@ -55,8 +56,11 @@ REFUSALS: Refusals = {
         other_than(),
         "leave it out: gates and values stay in two halves",
     ),
-    "fp8": (is_on, _IN_BF16),
-    "fp4": (is_on, _IN_BF16),
+    "fp4": (
+        is_on,
+        f"leave it out, or set fp8={FP8_FORMAT!r} and fp8_recipe={FP8_RECIPE!r}, all that they "
+        "compute beside bf16; TransformerEngine's experts compute in FP4",
+    ),
     "quant_recipe": (other_than(), "leave it out: quantised experts are not supported yet"),
     "delay_wgrad_compute": (is_on, _TOGETHER),
     "overlap_dispatch_backward_with_experts_wgrad": (is_on, _TOGETHER),
@@ -88,14 +92,18 @@ def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str 
         value = getattr(config, option, None)
         if is_set(value):
             return f"{option}={value!r}: {remedy}"
+    in_fp8 = bool(getattr(config, "fp8", None))
+    if in_fp8 and (problem := _fp8_problem(config)):
+        return problem
     width_of_input = (
         "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
     )
+    width, said = (FP8_WIDTH, " in FP8") if in_fp8 else (WIDTH, "")
     for option, parts in ((width_of_input, 1), ("moe_ffn_hidden_size", num_slices)):
         value = getattr(config, option)
-        if value % (parts * WIDTH):
-            why = "" if parts == 1 else f", {WIDTH} for each of its {parts} slices"
-            return f"{option}={value!r}: it must be a multiple of {parts * WIDTH}{why}"
+        if value % (parts * width):
+            why = "" if parts == 1 else f", {width} for each of its {parts} slices"
+            return f"{option}={value!r}{said}: it must be a multiple of {parts * width}{why}"
     if num_local_experts > MAX_EXPERTS:
         return (
             f"{num_local_experts} experts on one rank: at most {MAX_EXPERTS}, so use more "
@@ -107,6 +115,25 @@ def config_problem(config: Any, num_local_experts: int, num_slices: int) -> str 
             "with the probabilities: set bias_activation_fusion (SwiGLU, quick GEGLU) or "
             "use_fused_weighted_squared_relu, or leave out moe_act"
         )
+    return None
+
+
+def _fp8_problem(config: Any) -> str | None:
+    """Say what of a TransformerConfig in FP8 they do not compute, apart from sizes."""
+    recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
+    if (config.fp8, recipe) != (FP8_FORMAT, FP8_RECIPE):
+        return (
+            f"fp8={config.fp8!r}, fp8_recipe={recipe!r}: set fp8={FP8_FORMAT!r} and "
+            f"fp8_recipe={FP8_RECIPE!r} (--fp8-format {FP8_FORMAT} --fp8-recipe {FP8_RECIPE}); "
+            f"{OTHER_FP8}"
+        )
+    if config.fp8_param:
+        return (
+            "fp8_param=True: leave it out (--fp8-param-gather), so that parameters stay in bf16; "
+            "TransformerEngine's experts compute with its FP8 parameters"
+        )
+    if other := other_activation(config):
+        return f"fp8={config.fp8!r}: {other}, and in FP8 they compute plain SwiGLU only"
     return None
 
 

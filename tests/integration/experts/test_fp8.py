@@ -40,10 +40,6 @@ ALIGNMENTS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (FP8, {"experts": "auto"}, 16),
 ]
 FUSED: Any = ({**FP8, "use_transformer_engine_op_fuser": True}, {}, 256)
-IN_BF16 = (
-    "they compute in bf16, because scales, their history and the recipes' use of them are inside "
-    "TransformerEngine's modules, which grouped experts do not call"
-)
 NO_PRODUCTS = "has no GEMMs for this format, with any dispatcher: TransformerEngine needs"
 NEEDS = "{}: experts with fp8='e4m3', fp8_recipe='{}' need blocks of a multiple of {} rows: leave "
 LEAVE_OUT = r"it out \(--ncclep-alignment\), or set it to {} or more"
@@ -56,8 +52,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"max_recv_rows": 40},
         "fp8_recipe='delayed' sets the alignment to 16: max_recv_rows 40: must be a multiple",
     ),
-    (FP8, {"experts": "grouped"}, f"does not support fp8='e4m3': leave it out: {IN_BF16}"),
-    (FP4, {"experts": "grouped"}, f"does not support fp4='e2m1': leave it out: {IN_BF16}"),
 ]
 
 
@@ -97,7 +91,6 @@ def test_blocks_are_as_experts_need_them(ctx: RankContext) -> None:
     words=f"on GPUs before compute capability 10.0: such a GPU {NO_PRODUCTS}"
     " 10.0 or newer; use fp8 with fp8_recipe 'blockwise', 'tensorwise' or 'delayed'",
 )
-@pytest.mark.refuses("--ncclep-experts=grouped", words=f"with FP8 or FP4: {IN_BF16}")
 def test_what_cannot_be_says_why(ctx: RankContext) -> None:
     initialize(ep=1)
     for options, ours, words in REFUSED:
