@@ -55,8 +55,8 @@ MISTAKES = {
         "experts/tiles.cuh", "blocks = is_expert ? «(end - begin + kBlock - 1)» / kBlock",
         "(end - begin)"), "products", "weights: "),
     "weights are written, not added": (Change(
-        "experts/products.cuh", "staging + copy * kBytes,\n                          «adds»);", "false"),
-        "products", "weights: "),
+        "experts/products.cuh", "staging + copy * kBytes,\n                          «adds»);",
+        "false"), "products", "weights: "),
     "sums are overwritten before they are stored": (Change(
         "experts/products.cuh", "«hopper::wait_for_reads();»  // of what", ""),
         "products", "weights: "),

@@ -8,7 +8,7 @@ expert, in multiply-adds of one of its three GEMMs: rows times hidden size times
 size.  TransformerEngine launches its experts' GEMMs one by one, and each costs the host the same
 time, whatever its size.
 
-In FP8 they are chosen wherever their own products run (fp8_recipe.py): layers were not measured.
+In FP8 they are not chosen: no training has run with them on a GPU.
 
 The number of rows is that of a balanced routing: tokens of a rank times top-k, divided by the
 experts of a rank, however many ranks share them.
@@ -24,7 +24,7 @@ import torch
 
 from megatron_ncclep.config import GROUPED_ALIGNMENT, EpConfig
 from megatron_ncclep.integration.checks.fp8 import is_quantized
-from megatron_ncclep.integration.experts import fp8_recipe, fused_swiglu
+from megatron_ncclep.integration.experts import fused_swiglu
 from megatron_ncclep.integration.experts.grouped import class_problem
 from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
@@ -90,17 +90,17 @@ def choose(
         config_problem(config, num_experts, num_slices)
         or class_problem(experts)
         or unavailable_reason(device, dtype)
-        or (fp8_recipe.unavailable_reason(device, dtype) if is_quantized(config) else None)
         or _blocks_problem(options)
     )
     if problem:
         return Choice("megatron", f"grouped ones do not support {problem}")
+    if is_quantized(config):
+        why = "no training has run on a GPU with grouped ones in FP8: ask for experts='grouped'"
+        return Choice("megatron", why)
     if in_graph:
         return Choice("grouped", f"CUDA graphs hold them, and Megatron's need the host; {products}")
     if device.type != "cuda":
         return Choice("megatron", f"grouped ones were not measured on a {device.type.upper()}")
-    if is_quantized(config):
-        return Choice("grouped", f"{products}; layers in FP8 were not measured yet")
     if hold_all:
         return Choice("grouped", f"they were faster in all shapes measured; {products}")
     known = tokens_of_micro_batch(config)
