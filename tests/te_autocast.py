@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 
+class Float8BlockScaling(SimpleNamespace):
+    """TransformerEngine's recipe, which is known by its name."""
+
+
 class State:
     """TransformerEngine's `FP8GlobalStateManager`."""
 
@@ -25,11 +29,11 @@ class State:
             "x_block_scaling_dim": 1,
             "w_block_scaling_dim": 2,
             "grad_block_scaling_dim": 1,
-            "float8_block_scaling": lambda: True,
             "backward_override": None,
         }
         self.is_fp8_enabled = lambda: is_on
-        self.get_fp8_recipe = lambda: SimpleNamespace(**{**values, **changes})
+        kind = changes.pop("kind", Float8BlockScaling)
+        self.get_fp8_recipe = lambda: kind(**{**values, **changes})
 
 
 @contextmanager

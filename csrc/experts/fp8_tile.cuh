@@ -2,8 +2,8 @@
 //
 // 16 warps, each with eight rows of the tile, of which a lane has four columns.  A block of 128
 // values shares a scale: the largest one becomes at most 448, the largest e4m3.  Which values
-// become what is TransformerEngine's rule (docs/contract.md), so that either side can take the
-// other's rows.
+// become what is TransformerEngine's rule (of its Float8BlockScaling), so that either side can take
+// the other's rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,7 +27,7 @@ struct Part {
   int row = threadIdx.x / 32 * kRowsOfWarp, column = threadIdx.x % 32 * kColumnsOfLane;
 };
 
-struct TileShared {
+struct __align__(16) TileShared {
   uint2 amax[kQuantizeWarps][32];  // of each warp's rows, pairs of bf16
   float scales[kBlock];
   // Bytes of column c, rows 8 g to 8 g + 7, are at [c][g ^ c / 4 % 16]: no bank is needed twice.

@@ -97,10 +97,6 @@ __device__ inline void load_box_for(std::uint16_t ctas, Address to, const CUtens
       : "memory");
 }
 
-__device__ inline void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // --- products ------------------------------------------------------------------------------------
 
 template <int kRegisters>

@@ -26,7 +26,7 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(kGemmThre
   run_gemm<true>(maps, gemm, *reinterpret_cast<GemmShared*>(memory));
 }
 
-// Two CTAs on an SM: as many threads as there can be.
+// Two CTAs on an SM: as many as 64 registers a thread allow.
 __global__ void __launch_bounds__(kQuantizeThreads, 2) quantize_rows_kernel(Rows from, Fp8Rows to) {
   __shared__ TileShared shared;
   quantize_rows(from, to, shared);

@@ -30,10 +30,10 @@ struct Tile {
   int first_block, end_block;  // of its rows, where each expert's begin a block of their own
 };
 
-// Tile `index` of all experts' results, each of which has `rows`, or
-// if 0 the expert's; false: there is none.  Called by whole warps, whose lanes look at an expert
-// each.  Tiles that follow each other form a block of few rows and few columns, whose operands stay
-// in the L2 cache.
+// Finds tile `index` of all experts' results; false: there is none.  `rows`: of each result, or 0
+// if it has as many as its expert.  Called by whole warps, whose lanes look at an expert each.
+// Tiles that follow each other form a block of few rows and few columns, whose operands stay in the
+// L2 cache.
 __device__ inline bool find_tile(const std::int32_t* offsets, int num_experts, int rows,
                                  int columns, int index, Tile& tile) {
   const int lane = threadIdx.x % 32, num_columns = columns / kTileColumns;

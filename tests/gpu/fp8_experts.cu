@@ -1,6 +1,6 @@
 // The kernels of FP8 experts on a GPU: results beside their definition, and times.
 //
-// Not part of `make gpu` yet: no engine, option or function of the package calls these kernels.
+// Not part of `make gpu`, whose tests/gpu/test_gpu_fp8_experts.py calls them from Python.
 //
 //     nvcc -std=c++17 -O3 -I csrc -gencode arch=compute_90a,code=sm_90a tests/gpu/fp8_experts.cu
 //
@@ -86,7 +86,7 @@ __global__ void check_rows(Fp8Rows a, const std::uint8_t* b, const float* scales
     sum += each;
     magnitude += fabs(each);
   }
-  // bf16, and sums in less than fp32: the tensor cores keep about 14 bits of a block's sums.
+  // bf16, and sums in less than fp32: the tensor cores keep 13 bits below the largest term.
   const double off = fabs(__bfloat162float(out[row * columns + column]) - sum);
   note(worst, off / (fabs(sum) / 256 + magnitude * 1e-4 + 1e-30));
 }

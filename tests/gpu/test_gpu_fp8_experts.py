@@ -71,10 +71,11 @@ def special_rows(sizes: Sequence[int], columns: int) -> Tensor:
 
 
 def same_codes(found: Tensor, expected: Tensor) -> float:
-    """The share of codes that differ; every NaN is one."""
+    """The share of codes that differ; every NaN is one, and so is every zero."""
     found, expected = found.cpu(), expected.cpu()
-    both_nan = (found & 0x7F == 0x7F) & (expected & 0x7F == 0x7F)
-    return float(((found != expected) & ~both_nan).double().mean()) if found.numel() else 0.0
+    alike = [(found & 0x7F == code) & (expected & 0x7F == code) for code in (0x7F, 0)]
+    differ = (found != expected) & ~alike[0] & ~alike[1]
+    return float(differ.double().mean()) if found.numel() else 0.0
 
 
 def assert_quantised(

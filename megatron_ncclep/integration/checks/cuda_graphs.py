@@ -162,8 +162,8 @@ def check_captured(
             config,
             f"the graph holds the experts, and {host_experts} reads on the host how many rows each "
             "of them has",
-            "use experts that do not need the host (--ncclep-experts grouped; in FP8 with "
-            "fp8_recipe 'blockwise' only), "
+            "use experts that do not need the host (--ncclep-experts grouped; in FP8 only "
+            "with fp8 'e4m3' and fp8_recipe 'blockwise'), "
             f"{otherwise}",
         )
     if not caps.captures_static:

@@ -5,9 +5,9 @@ values of a row, for 128 rows of a column where a product sums over rows, and fo
 of a weight.  csrc/experts/fp8_experts.h says what each kernel computes.
 
 Expert g has the rows from `ends[g]` up to `ends[g + 1]`, and `ends[0]` is 0.  The kernels read
-`ends` on the device.  Rows after the last block are neither read nor written.  Sums over rows take
-blocks of 128 rows, and each expert begins a block; the host does not know how many there are, so
-transposed matrices have room for the most: `num_rows // 128 + num_experts`.
+`ends` on the device.  Rows after the last block have no effect, and their results are not written.
+Sums over rows take blocks of 128 rows, and each expert begins a block; the host does not know how
+many there are, so transposed matrices have room for the most: `num_rows // 128 + num_experts`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ncclep.integration.experts.refusals import FP8_FORMAT, OTHER_FP8, unsupported
+from megatron_ncclep.integration.experts.refusals import FP8_FORMAT, unsupported
 from megatron_ncclep.libraries import extension
 
 _CAPABILITY = 9
@@ -23,19 +23,22 @@ _STATES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorc
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what keeps the FP8 products from running there, if anything does."""
     if device.type != "cuda":
-        return f"FP8 on a {device.type.upper()}: it has no such products"
+        return f"FP8 on a {device.type.upper()}: their FP8 products need a GPU"
     if reason := extension.unavailable_reason():
         return f"FP8 here: {reason}"
     if not hasattr(extension.load(), "fp8_multiply_rows"):
+        built_for = extension.architectures()
+        if any(name.startswith("sm_90") for name in built_for):
+            return "FP8 here: the extension is older than this code: install the package again"
         return (
-            f"FP8 here: the extension is built for {', '.join(extension.architectures())}, without "
-            "sm_90: install the package again without NCCLEP_CUDA_ARCHITECTURES in the environment"
+            f"FP8 here: the extension is built for {', '.join(built_for)}, without sm_90: install "
+            "the package again without NCCLEP_CUDA_ARCHITECTURES in the environment"
         )
     major, minor = torch.cuda.get_device_capability(device)
     if major != _CAPABILITY:
         return (
             f"FP8 on {torch.cuda.get_device_name(device)}, of compute capability {major}.{minor}: "
-            f"their products are for {_CAPABILITY}.x"
+            f"their FP8 products are for {_CAPABILITY}.x"
         )
     if dtype is not torch.bfloat16:
         return f"FP8 with parameters in {dtype}: use bf16 (--bf16)"
@@ -68,7 +71,7 @@ def powers_of_two_in_use(config: Any) -> bool | None:
     dims = [getattr(recipe, f"{name}_block_scaling_dim", None) for name in ("x", "w", "grad")]
     powers = {getattr(each, "power_2_scale", None) for each in of_operands}
     if (
-        not recipe.float8_block_scaling()
+        type(recipe).__name__ != "Float8BlockScaling"  # its subclasses also train for other formats
         or recipe.fp8_format.name != FP8_FORMAT.upper()
         or dims != [1, 2, 1]
         or len(powers) != 1
@@ -77,7 +80,7 @@ def powers_of_two_in_use(config: Any) -> bool | None:
     ):
         raise unsupported(
             f"fp8_autocast with {recipe!r}: use Float8BlockScaling of {FP8_FORMAT} with its "
-            f"default blocks, and leave NVTE_BACKWARD_OVERRIDE out; {OTHER_FP8}"
+            "default blocks, and leave NVTE_BACKWARD_OVERRIDE out"
         )
     return bool(powers.pop())
 

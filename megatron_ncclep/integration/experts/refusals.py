@@ -17,7 +17,6 @@ WIDTH = ADDRESS_BYTES // 2
 # In FP8 both sides of a weight are columns of some product's result, which has whole tiles.
 FP8_WIDTH = 256
 FP8_FORMAT, FP8_RECIPE = "e4m3", "blockwise"
-OTHER_FP8 = "TransformerEngine's experts compute the others"
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
@@ -59,7 +58,7 @@ REFUSALS: Refusals = {
     "fp4": (
         is_on,
         f"leave it out, or set fp8={FP8_FORMAT!r} and fp8_recipe={FP8_RECIPE!r}, all that they "
-        "compute beside bf16; TransformerEngine's experts compute in FP4",
+        "compute beside bf16",
     ),
     "quant_recipe": (other_than(), "leave it out: quantised experts are not supported yet"),
     "delay_wgrad_compute": (is_on, _TOGETHER),
@@ -124,14 +123,10 @@ def _fp8_problem(config: Any) -> str | None:
     if (config.fp8, recipe) != (FP8_FORMAT, FP8_RECIPE):
         return (
             f"fp8={config.fp8!r}, fp8_recipe={recipe!r}: set fp8={FP8_FORMAT!r} and "
-            f"fp8_recipe={FP8_RECIPE!r} (--fp8-format {FP8_FORMAT} --fp8-recipe {FP8_RECIPE}); "
-            f"{OTHER_FP8}"
+            f"fp8_recipe={FP8_RECIPE!r} (--fp8-format {FP8_FORMAT} --fp8-recipe {FP8_RECIPE})"
         )
     if config.fp8_param:
-        return (
-            "fp8_param=True: leave it out (--fp8-param-gather), so that parameters stay in bf16; "
-            "TransformerEngine's experts compute with its FP8 parameters"
-        )
+        return "fp8_param=True: leave it (--fp8-param-gather) out, so that parameters stay in bf16"
     if other := other_activation(config):
         return f"fp8={config.fp8!r}: {other}, and in FP8 they compute plain SwiGLU only"
     return None
