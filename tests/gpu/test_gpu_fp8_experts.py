@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deselect import needs_te
+from experts_in_fp64 import distance, exact_experts, same
 from rank_pool import RankContext
 from torch import Tensor
 from torch_fp8_kernels import stand_in
@@ -244,28 +245,8 @@ class Experts:
 
     def exact(self) -> list[Tensor]:
         """All of `everything` in fp64, of the same bf16 numbers."""
-        rows, probs = (t[: self.used].double().requires_grad_() for t in (self.rows, self.probs))
-        stacks = [
-            torch.stack([w.detach() for w in weights]).double().requires_grad_()
-            for weights in (self.fc1, self.fc2)
-        ]
-        parts = []
-        for block, scale, fc1, fc2 in zip(
-            rows.split(self.sizes), probs.split(self.sizes), *stacks, strict=True
-        ):
-            gate, up = (block @ fc1.t()).chunk(2, dim=1)
-            parts.append(F.silu(gate) * up * scale[:, None] @ fc2.t())
-        out = torch.cat(parts)
-        wanted = [rows, probs, *stacks]
-        return [out, *torch.autograd.grad(out, wanted, self.grad[: self.used].double())]
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.detach()).norm() / wanted.detach().norm())
-
-
-def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[bool]:
-    return list(map(torch.equal, found, expected))
+        operands = (self.rows, self.probs, self.sizes, self.fc1, self.fc2)
+        return exact_experts(*operands, self.grad)
 
 
 def test_the_layer(ctx: RankContext) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
+from experts_in_fp64 import distance, exact_experts, same
 from rank_pool import RankContext
 from torch import Tensor
 
@@ -75,28 +74,8 @@ class Experts:
 
     def exact(self) -> list[Tensor]:
         """All of `everything` in fp64."""
-        rows, probs = (t[: self.used].double().requires_grad_() for t in (self.rows, self.probs))
-        stacks = [
-            torch.stack([w.detach() for w in weights]).double().requires_grad_()
-            for weights in (self.fc1, self.fc2)
-        ]
-        parts = []
-        for block, scale, fc1, fc2 in zip(
-            rows.split(SIZES), probs.split(SIZES), *stacks, strict=True
-        ):
-            gate, up = (block @ fc1.t()).chunk(2, dim=1)
-            parts.append(F.silu(gate) * up * scale[:, None] @ fc2.t())
-        out = torch.cat(parts)
-        wanted = [rows, probs, *stacks]
-        return [out, *torch.autograd.grad(out, wanted, self.grad[: self.used].double())]
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.detach()).norm() / wanted.detach().norm())
-
-
-def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[bool]:
-    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        operands = (self.rows, self.probs, SIZES, self.fc1, self.fc2)
+        return exact_experts(*operands, self.grad)
 
 
 def test_against_fp64(ctx: RankContext) -> None:
