@@ -191,21 +191,21 @@ __device__ inline void show_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Writes a box of an fp32 tensor map at (x, y), or adds it (then subnormal sums may become zero).
-__device__ inline void store_box(const CUtensorMap& map, int x, int y, Address from, bool adds) {
-  if (adds) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], "
-        "[%3];" ::"l"(&map),
-        "r"(x), "r"(y), "r"(from)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
-            &map),
-        "r"(x), "r"(y), "r"(from)
-        : "memory");
-  }
+// Writes a box of a tensor map at (x, y).
+__device__ inline void store_box(const CUtensorMap& map, int x, int y, Address from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+          &map),
+      "r"(x), "r"(y), "r"(from)
+      : "memory");
+}
+// Adds a box of an fp32 tensor map (subnormal sums may become zero).
+__device__ inline void add_box(const CUtensorMap& map, int x, int y, Address from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], "
+      "[%3];" ::"l"(&map),
+      "r"(x), "r"(y), "r"(from)
+      : "memory");
 }
 __device__ inline void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

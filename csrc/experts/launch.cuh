@@ -87,8 +87,9 @@ CUtensorMap map_of(const T* matrix, std::int64_t width, std::int64_t height, int
     if (found == nullptr) fail("the driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
-  const auto type =
-      sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  const auto type = sizeof(T) == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                    : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height)};
   const cuuint64_t pitch[] = {static_cast<cuuint64_t>(width) * sizeof(T)};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(box_width),
@@ -130,7 +131,7 @@ inline void multiply_rows(const Fp8Rows& a, std::int64_t num_rows, const std::ui
                       map_of(b, a.columns, std::int64_t{num_experts} * columns, kBlock,
                              kTileColumns / kClusterCtas),
                       map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, kScalesOfA),
-                      {},
+                      map_of(out, columns, num_rows, kOutColumns<__nv_bfloat16>, kOutRows),
                       {}};
   const Gemm gemm{offsets, num_experts, 0, columns, a.columns, scales_b, out, false};
   launch_gemm(multiply_rows_kernel, maps, gemm, num_sms, stream);
@@ -146,8 +147,8 @@ inline void multiply_for_weights(const Fp8Rows& a, const Fp8Rows& b, const std::
       map_of(a.transposed, kBlock, num_blocks * a.columns, kBlock, kTileRows),
       map_of(b.transposed, kBlock, num_blocks * b.columns, kBlock, kTileColumns / kClusterCtas),
       map_of_scales(a.scales_transposed, a.columns, num_blocks, kScalesOfA),
-      map_of_scales(b.scales_transposed, b.columns, num_blocks, kTileColumns),
-      map_of(out, b.columns, std::int64_t{num_experts} * a.columns, kOutColumns, 16)};
+      map_of(out, b.columns, std::int64_t{num_experts} * a.columns, kOutColumns<float>, kOutRows),
+      map_of_scales(b.scales_transposed, b.columns, num_blocks, kTileColumns)};
   const Gemm gemm{offsets, num_experts, a.columns, b.columns, 0, nullptr, nullptr, adds};
   launch_gemm(multiply_for_weights_kernel, maps, gemm, num_sms, stream);
 }

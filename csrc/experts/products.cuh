@@ -21,8 +21,11 @@ constexpr int kBytesOfA = kTileRows * kBlock, kBytesOfB = kTileColumns * kBlock;
 // rows anywhere.
 constexpr int kScalesOfA = kTileRows + 16 / sizeof(float);
 constexpr int kPitchOfScales = (kScalesOfA + 31) / 32 * 32;  // boxes are 128-byte aligned
-constexpr int kWarpOut = 4096;   // bytes of a warp's results that are written at once
-constexpr int kOutColumns = 32;  // of fp32 that are written by one copy, of 16 rows
+// Results are written by copies of 16 rows, a warp's, of 128 bytes each.
+constexpr int kOutRows = 16, kOutPitch = 128, kOutBytes = kOutRows * kOutPitch;
+constexpr int kWarpOut = 4 * kOutBytes;  // a warp's bf16 results of a tile
+template <typename T>
+constexpr int kOutColumns = kOutPitch / static_cast<int>(sizeof(T));
 
 struct Gemm {
   const std::int32_t* offsets;  // [num_experts + 1]: where each expert's rows begin and end
@@ -65,8 +68,8 @@ struct Layout {
 };
 
 struct GemmMaps {
-  CUtensorMap a, b, scales_a;
-  CUtensorMap scales_b, out;  // of weight gradients
+  CUtensorMap a, b, scales_a, out;
+  CUtensorMap scales_b;  // of weight gradients
 };
 
 // Where a pipeline is.
@@ -167,24 +170,42 @@ __device__ inline void promote(Sums& total, const Sums& product, const float (&r
   }
 }
 
-// Writes a warp's 16 x 128 sums as bf16, through shared memory, so that a row is written at once.
-__device__ inline void write_rows(const Sums& total, hopper::Address staging, __nv_bfloat16* out,
-                                  int columns, int num_rows) {
+// Writes a warp's 16 x 128 sums as bf16, without waiting until it is done; where rows of the next
+// expert follow among the 16, the warp writes `num_rows` itself.  `staging` is free.
+__device__ inline void write_rows(const Sums& total, hopper::Address staging,
+                                  const CUtensorMap& map, const Gemm& gemm, int column, int row,
+                                  int num_rows) {
+  constexpr int kColumns = kOutColumns<__nv_bfloat16>;
   const int lane = threadIdx.x % 32;
+  // Where columns 8 chunk to 8 chunk + 7 of a row are.
+  const auto place = [&](int of_row, int chunk) {
+    const int byte = of_row * kOutPitch + chunk * 16 % kOutPitch;
+    return staging + chunk * 8 / kColumns * kOutBytes + (byte ^ of_row % 8 * 16);
+  };
 #pragma unroll
   for (int i = 0; i < kSums; i += 2) {
-    const int row = lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
-    hopper::store(staging + row * 256 + (chunk ^ (row & 7)) * 16 + lane % 4 * 4,
-                  hopper::to_bf16(total[i], total[i + 1]));
+    const int of_row = lane / 4 + i / 2 % 2 * 8;
+    hopper::store(place(of_row, i / 4) + lane % 4 * 4, hopper::to_bf16(total[i], total[i + 1]));
+  }
+  if (num_rows >= kOutRows) {
+    hopper::show_to_copies();
+    __syncwarp();
+    if (lane != 0) return;
+#pragma unroll
+    for (int copy = 0; copy < kBlock / kColumns; ++copy) {
+      hopper::store_box(map, column + copy * kColumns, row, staging + copy * kOutBytes);
+    }
+    hopper::end_stores();
+    return;
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = 2 * i + lane / 16, chunk = lane % 16;
-    const uint4 values = hopper::load_four(staging + row * 256 + (chunk ^ (row & 7)) * 16);
-    if (row < num_rows) {
-      *reinterpret_cast<uint4*>(out + static_cast<std::int64_t>(row) * columns + chunk * 8) =
-          values;
+  for (int i = 0; i < kOutRows / 2; ++i) {
+    const int of_row = 2 * i + lane / 16, chunk = lane % 16;
+    const uint4 values = hopper::load_four(place(of_row, chunk));
+    if (of_row < num_rows) {
+      const std::int64_t to = static_cast<std::int64_t>(row + of_row) * gemm.columns + column;
+      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(gemm.out) + to + chunk * 8) = values;
     }
   }
   __syncwarp();
@@ -193,27 +214,32 @@ __device__ inline void write_rows(const Sums& total, hopper::Address staging, __
 // Writes or adds a warp's 16 x 128 sums to fp32, without waiting until it is done: a thread's own
 // additions would hold up the next tile's products for as long as the memory takes.
 __device__ inline void write_weights(const Sums& total, hopper::Address staging,
-                                     const CUtensorMap& out, int column, int row, bool adds) {
-  constexpr int kBytes = 16 * kOutColumns * sizeof(float), kCopies = kWarpOut / kBytes;
+                                     const CUtensorMap& map, int column, int row, bool adds) {
+  constexpr int kColumns = kOutColumns<float>, kCopies = 2;  // more at once took longer
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int first = 0; first < kBlock; first += kCopies * kOutColumns) {
+  for (int first = 0; first < kBlock; first += kCopies * kColumns) {
     hopper::wait_for_reads();  // of what was there before
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kCopies * kOutColumns / 2; i += 2) {
+    for (int i = 0; i < kCopies * kColumns / 2; i += 2) {
       const int to_row = lane / 4 + i / 2 % 2 * 8, to_column = i / 4 * 8 + lane % 4 * 2;
-      const int byte = to_row * 128 + to_column % kOutColumns * 4;
-      hopper::store_pair(staging + to_column / kOutColumns * kBytes + (byte ^ to_row % 8 * 16),
+      const int byte = to_row * kOutPitch + to_column % kColumns * 4;
+      hopper::store_pair(staging + to_column / kColumns * kOutBytes + (byte ^ to_row % 8 * 16),
                          total[first / 2 + i], total[first / 2 + i + 1]);
     }
     hopper::show_to_copies();
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-      for (int copy = 0; copy < kCopies; ++copy) {  // no other warp adds there
-        hopper::store_box(out, column + first + copy * kOutColumns, row, staging + copy * kBytes,
-                          adds);
+      for (int copy = 0; copy < kCopies; ++copy) {
+        const int x = column + first + copy * kColumns;
+        const hopper::Address from = staging + copy * kOutBytes;
+        if (adds) {  // no other warp adds there
+          hopper::add_box(map, x, row, from);
+        } else {
+          hopper::store_box(map, x, row, from);
+        }
       }
       hopper::end_stores();
     }
@@ -290,23 +316,25 @@ __device__ void multiply_tiles(const GemmMaps& maps, const Gemm& gemm, const Lay
         release();
       }
     }
-    const auto write = [&](const Sums& sums, int column) {
+    const auto write = [&](const Sums& sums, int half) {
       if constexpr (kIsWeights) {
         if (row >= gemm.rows || (first == end && gemm.adds)) return;
-        write_weights(sums, shared.out(warp), maps.out, column, tile.expert * gemm.rows + row,
-                      gemm.adds);
+        write_weights(sums, shared.out(warp), maps.out, tile.column + half * kBlock,
+                      tile.expert * gemm.rows + row, gemm.adds);
       } else {
-        write_rows(sums, shared.out(warp),
-                   static_cast<__nv_bfloat16*>(gemm.out) +
-                       static_cast<std::int64_t>(row) * gemm.columns + column,
-                   gemm.columns, tile.end_row - row);
+        if (half == 0) {
+          hopper::wait_for_reads();  // of the last tile's rows
+          __syncwarp();
+        }
+        write_rows(sums, shared.out(warp) + half * (kWarpOut / kHalves), maps.out, gemm,
+                   tile.column + half * kBlock, row, tile.end_row - row);
       }
     };
     static_assert(kHalves == 2);  // a loop would put the sums into local memory
-    write(total[0], tile.column);
-    write(total[1], tile.column + kBlock);
+    write(total[0], 0);
+    write(total[1], 1);
   }
-  if constexpr (kIsWeights) hopper::wait_for_reads();  // the memory goes with the CTA
+  hopper::wait_for_reads();  // the memory goes with the CTA
 }
 
 template <bool kIsWeights>

@@ -21,6 +21,7 @@ CSRC = ROOT / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 KERNELS = ("tiles.cuh", "products.cuh", "fp8_tile.cuh", "quantize.cuh")
 PROGRAM_S = 300.0  # at most, on a slow and busy machine
+SEED = "4"  # with which every mistake shows
 
 pytestmark = [
     pytest.mark.any_python("it runs C++"),
@@ -47,7 +48,12 @@ MISTAKES = {
         "experts/products.cuh", "own.load(columns + «ColumnScales::kPairs * 32», pair);", "0"),
         "products", "weights: "),
     "rows of the next expert are overwritten": (Change(
-        "experts/products.cuh", "if («row < num_rows») {", "true"), "products", "rows: "),
+        "experts/products.cuh", "if («of_row < num_rows») {", "true"), "products", "rows: "),
+    "rows of the next expert are copied over": (Change(
+        "experts/products.cuh", "if («num_rows >= kOutRows») {", "true"), "products", "rows: "),
+    "rows are overwritten before they are stored": (Change(
+        "experts/products.cuh", "«hopper::wait_for_reads();»  // of the", ""),
+        "products", "rows: "),
     "all rows have the scale of the upper half": (Change(
         "experts/products.cuh", "hopper::load(«scales_a + 8 * 4»)", "scales_a"),
         "products", "rows: "),
@@ -55,8 +61,7 @@ MISTAKES = {
         "experts/tiles.cuh", "blocks = is_expert ? «(end - begin + kBlock - 1)» / kBlock",
         "(end - begin)"), "products", "weights: "),
     "weights are written, not added": (Change(
-        "experts/products.cuh", "staging + copy * kBytes,\n                          «adds»);",
-        "false"), "products", "weights: "),
+        "experts/products.cuh", "if («adds») {  // no other", "false"), "products", "weights: "),
     "sums are overwritten before they are stored": (Change(
         "experts/products.cuh", "«hopper::wait_for_reads();»  // of what", ""),
         "products", "weights: "),
@@ -113,7 +118,7 @@ def program() -> Path:
 
 
 def run(program: Path, check: str, mistake: int = -1) -> subprocess.CompletedProcess[str]:
-    command = [program, check, "1", str(mistake)]
+    command = [program, check, SEED, str(mistake)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PROGRAM_S)
 
 

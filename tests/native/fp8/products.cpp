@@ -50,7 +50,7 @@ void check_rows(const Experts& experts) {
       map_of(a, kDepth, rows, kBlock, kTileRows),
       map_of(b, kDepth, experts.size() * kColumns, kBlock, kTileColumns / kClusterCtas),
       map_of_scales(scales_a, pitch, kDepth / kBlock, kScalesOfA),
-      {},
+      map_of(out, kColumns, rows, kOutColumns<__nv_bfloat16>, kOutRows),
       {}};
   const Gemm gemm{experts.offsets.data(), experts.size(), 0,    kColumns, kDepth,
                   scales_b.data(),        out.data(),     false};
@@ -90,8 +90,8 @@ void check_weights(const Experts& experts, bool adds) {
   const GemmMaps maps{map_of(a, kBlock, num_blocks * kRows, kBlock, kTileRows),
                       map_of(b, kBlock, num_blocks * kColumns, kBlock, kTileColumns / kClusterCtas),
                       map_of_scales(scales_a, kRows, num_blocks, kScalesOfA),
-                      map_of_scales(scales_b, kColumns, num_blocks, kTileColumns),
-                      map_of(out, kColumns, experts.size() * kRows, kOutColumns, 16)};
+                      map_of(out, kColumns, experts.size() * kRows, kOutColumns<float>, kOutRows),
+                      map_of_scales(scales_b, kColumns, num_blocks, kTileColumns)};
   const Gemm gemm{
       experts.offsets.data(), experts.size(), kRows, kColumns, 0, nullptr, nullptr, adds};
   run(kClusters * kClusterCtas, kGemmThreads, sizeof(GemmShared),

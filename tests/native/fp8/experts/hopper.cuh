@@ -273,29 +273,45 @@ struct Store {
 };
 inline std::map<emu::Fiber*, std::vector<Store>> stores;  // that have not happened
 
-inline void wait_for_reads() {
-  std::vector<Store>& waiting = stores[&emu::self()];
-  for (const Store& store : waiting) {
-    if (!store.has_ended) continue;
-    for (int y = 0; y < store.map.box_height; ++y) {
-      for (int x = 0; x < store.map.box_width; ++x) {
-        float value;
-        const std::uint32_t offset = (y * store.map.box_width + x) * 4;
-        std::memcpy(&value, store.from + swizzled(offset), 4);
-        const long at = (store.y + y) * store.map.width + store.x + x;
-        float& to = reinterpret_cast<float*>(const_cast<char*>(store.map.base))[at];
-        to = store.adds ? to + value : value;
-      }
+inline void store_now(const Store& store) {
+  const CUtensorMap& map = store.map;
+  for (int i = 0; i < map.box_width * map.box_height; ++i) {
+    const int y = i / map.box_width, x = i % map.box_width;
+    if (store.y + y >= map.height || store.x + x >= map.width) continue;
+    const long at = (store.y + y) * map.width + store.x + x;
+    char* to = const_cast<char*>(map.base) + at * map.element;
+    const char* from = store.from + swizzled(i * map.element);
+    if (store.adds) {
+      float value, sum;
+      std::memcpy(&value, from, 4);
+      std::memcpy(&sum, to, 4);
+      sum += value;
+      std::memcpy(to, &sum, 4);
+    } else {
+      std::memcpy(to, from, map.element);
     }
   }
-  waiting.erase(std::remove_if(waiting.begin(), waiting.end(),
-                               [](const Store& store) { return store.has_ended; }),
-                waiting.end());
+}
+inline void wait_for_reads() {
+  std::vector<Store>& waiting = stores[&emu::self()];
+  const auto has_ended = [](const Store& store) { return store.has_ended; };
+  for (const Store& store : waiting) {
+    if (has_ended(store)) store_now(store);
+  }
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(), has_ended), waiting.end());
 }
 inline void show_to_copies() {}
-inline void store_box(const CUtensorMap& map, int x, int y, Address shared, bool adds) {
-  EMU_REQUIRE(shared_address(shared) % 1024 == 0 && map.is_swizzled && map.box_width == 32);
+inline void queue_store(const CUtensorMap& map, int x, int y, Address shared, bool adds) {
+  EMU_REQUIRE(shared_address(shared) % 1024 == 0 && map.is_swizzled &&
+              map.box_width * map.element == 128);
   stores[&emu::self()].push_back({map, x, y, shared, adds, false});
+}
+inline void store_box(const CUtensorMap& map, int x, int y, Address shared) {
+  queue_store(map, x, y, shared, false);
+}
+inline void add_box(const CUtensorMap& map, int x, int y, Address shared) {
+  EMU_REQUIRE(map.element == 4);
+  queue_store(map, x, y, shared, true);
 }
 inline void end_stores() {
   for (Store& store : stores[&emu::self()]) store.has_ended = true;
