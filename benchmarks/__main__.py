@@ -45,7 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
         ":frozen, :lora16 or :lora32 for layers whose experts are frozen, without or with "
         "Megatron-Bridge's adapters, :static for a fixed number of received rows, and "
         ":full_iteration (one CUDA graph of forward and backward; needs grouped, implies static) "
-        "or, in training, :router_fusion, :partial_graphs and :optimizer_graph (Megatron-Core's)",
+        "or, in training, Megatron-Core's :fp8 (blockwise), :router_fusion, :partial_graphs and "
+        ":optimizer_graph",
     )
     parser.add_argument(
         "--shape", action="append", metavar="NAME",

@@ -21,6 +21,7 @@ the order of `LAYER` and `TRAIN`:
     frozen          the experts' weights are frozen (layers)
     lora16, lora32  and have Megatron-Bridge's adapters of that rank (layers)
     static          a fixed number of received rows (ncclep only); full_iteration implies it
+    fp8             in Megatron's recipe blockwise, e4m3 (training)
     router_fusion   Megatron-Core's `moe_router_fusion` (training)
     full_iteration  forward and backward as one CUDA graph (ncclep with grouped)
     partial_graphs  Megatron-Core's graphs of attention, router and preprocessing (training)
@@ -66,7 +67,7 @@ DEEPEP: dict[str, tuple[str, ...]] = {
     "deepep": (), "deepep:no_overlap": (NO_OVERLAP,),
     "hybridep": (), "hybridep:fused": (FUSED,),
 }  # fmt: skip
-GROUPED, STATIC = "grouped", "static"
+GROUPED, STATIC, FP8 = "grouped", "static", "fp8"
 FROZEN, LORA = "frozen", "lora"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 ROUTER_FUSION = "router_fusion"
@@ -115,7 +116,7 @@ class Variant:
     name: str  # as on the command line
     dispatcher: DispatcherChoice  # of the MoE layers; meaningless for experts alone
     grouped: bool = False  # this package's experts, not Megatron-Core's
-    fp8: bool = False  # experts alone, in Megatron's recipe blockwise
+    fp8: bool = False  # in Megatron's recipe blockwise; not whole layers
     frozen: bool = False  # the experts' weights
     lora_rank: int = 0  # of adapters on frozen experts; 0: none
     static: bool = False  # received tensors have a fixed number of rows
@@ -161,8 +162,8 @@ EXPERTS = {
 # Names with a dispatcher; parts in brackets may be left out.
 LAYER = "layer:DISPATCHER[:grouped][:frozen or :lora16 or :lora32][:static][:full_iteration]"
 TRAIN = (
-    "train:DISPATCHER[:grouped][:static][:router_fusion][:full_iteration or :partial_graphs]"
-    "[:optimizer_graph]"
+    "train:DISPATCHER[:grouped][:static][:fp8][:router_fusion]"
+    "[:full_iteration or :partial_graphs][:optimizer_graph]"
 )
 # The whole layer of liger_cute.py, which has no dispatcher of its own.
 LIGER_CUTE = "layer:liger_cute"
@@ -214,7 +215,7 @@ def variant_of(name: str) -> Variant | None:
         raise InputError(f"subject {name!r}: {graphs} implies {STATIC}: leave it out")
     ranks = [int(word.removeprefix(LORA)) for word in words if word.startswith(LORA)]
     return Variant(
-        name, dispatcher, grouped=GROUPED in words,
+        name, dispatcher, grouped=GROUPED in words, fp8=FP8 in words,
         frozen=FROZEN in words or bool(ranks), lora_rank=sum(ranks),
         static=STATIC in words or graphs == FULL_ITERATION, router_fusion=ROUTER_FUSION in words,
         graphs=graphs, optimizer_graph=graphed, captures_optimizer=graphed,
@@ -272,7 +273,7 @@ def unavailable_reason(
     if variant.captured and device != "cuda":
         return f"a CPU has no CUDA graphs: leave {variant.captured} out"
     if variant.fp8 and device != "cuda":
-        return "FP8 products need a GPU: leave _fp8 out"
+        return f"FP8 products need a GPU: leave {FP8} out"
     if variant.router_fusion and device != "cuda":
         return f"TransformerEngine's fused router needs a GPU: leave {ROUTER_FUSION} out"
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":

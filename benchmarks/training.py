@@ -62,6 +62,8 @@ START_MICROBATCHES = 2
 # How much losses and gradient norms may differ, relative to the value: fp32 by docs/convergence.md,
 # nats near 5.  A norm adds up squares of gradients, which differ by more.
 MOST_APART = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (5e-3, 5e-2)}
+# The same in FP8, whose numbers have 4 bits where bf16's have 8; all linear layers compute in it.
+MOST_APART_IN_FP8 = (2e-2, 2e-1)
 
 
 @dataclass
@@ -255,7 +257,9 @@ class TrainingRun:
             kinds, hosts = zip(*profiles, strict=True)
             result.kinds_us = {kind: sum(k[kind] for k in kinds) / len(kinds) for kind in kinds[0]}
             result.host_us = max(hosts)
-        problem = curve_problem(curve, control, self._settings["moe-router-topk"])
+        problem = curve_problem(
+            curve, control, self._settings["moe-router-topk"], entry.choice.fp8
+        )
         self._judge(entry, entry.trouble or problem)
 
     def _judge(self, entry: _Entry, problem: str | None) -> None:
@@ -274,8 +278,11 @@ def _curve_of(entry: _Entry) -> Curve:
     return entry.curve
 
 
-def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
-    """Say where a training departs from the control, if it does."""
+def curve_problem(curve: Curve, control: Curve, top_k: int, in_fp8: bool = False) -> str | None:
+    """Say where a training departs from the control, if it does.
+
+    The control is in bf16 or fp32; so is the first MoE layer by itself, even of a training in FP8.
+    """
     if problem := _weights_problem(curve, control):
         return problem
     output = control.output
@@ -286,7 +293,8 @@ def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
         if not part <= allowed:  # also true of a NaN
             said = f"the {what} of the first MoE layer is {part:.2g} of its size away"
             return f"{said} from alltoall's, {allowed:.2g} is allowed"
-    return _steps_problem(curve, control, "alltoall's", MOST_APART[output.dtype])
+    most = MOST_APART_IN_FP8 if in_fp8 else MOST_APART[output.dtype]
+    return _steps_problem(curve, control, "alltoall's", most)
 
 
 def bits_problem(graphed: Curve, eager: Curve) -> str | None:

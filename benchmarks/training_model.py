@@ -34,6 +34,7 @@ NUM_BATCHES = 8
 VOCABULARY_MULTIPLE = 128
 # Steps before a graph is captured: the second finds everything allocated and compiled.
 EAGER_STEPS = 2
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 PARTS = ("attn", "moe_router", "moe_preprocess")  # that `partial_graphs` captures
 # Owners of the function that adds the output layer's weight gradients.
 APEX, STAND_IN = "Apex", "ncclep bench"
@@ -128,6 +129,7 @@ class SubjectModel(TrainedModel):
             settings, choice.dispatcher.dispatcher, setting.num_ranks, options,
             **fused, **choice.dispatcher.options, **graph_fields(choice.graphs),
             **({"moe_router_fusion": True} if choice.router_fusion else {}),
+            **(BLOCKWISE if choice.fp8 else {}),
         )  # fmt: skip
         super().__init__(
             settings, config, text.vocab_size, torch.device(setting.device),

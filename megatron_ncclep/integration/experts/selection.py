@@ -8,7 +8,8 @@ expert, in multiply-adds of one of its three GEMMs: rows times hidden size times
 size.  TransformerEngine launches its experts' GEMMs one by one, and each costs the host the same
 time, whatever its size.
 
-In FP8 they are not chosen: no training has run with them on a GPU.
+In FP8 they were faster than Megatron's in the same recipe in all shapes measured (1.3 to 6.9 times,
+one H200, 2026-11-29, experts alone).
 
 The number of rows is that of a balanced routing: tokens of a rank times top-k, divided by the
 experts of a rank, however many ranks share them.
@@ -25,6 +26,7 @@ import torch
 from megatron_ncclep.config import GROUPED_ALIGNMENT, EpConfig
 from megatron_ncclep.integration.checks.fp8 import is_quantized
 from megatron_ncclep.integration.experts import fused_swiglu
+from megatron_ncclep.integration.experts.fp8_recipe import unavailable_reason as fp8_unavailable
 from megatron_ncclep.integration.experts.grouped import class_problem
 from megatron_ncclep.integration.experts.grouped_gemm import unavailable_reason
 from megatron_ncclep.integration.experts.refusals import config_problem
@@ -90,13 +92,11 @@ def choose(
         config_problem(config, num_experts, num_slices)
         or class_problem(experts)
         or unavailable_reason(device, dtype)
+        or (fp8_unavailable(device, dtype) if is_quantized(config) else None)
         or _blocks_problem(options)
     )
     if problem:
         return Choice("megatron", f"grouped ones do not support {problem}")
-    if is_quantized(config):
-        why = "no training has run on a GPU with grouped ones in FP8: ask for experts='grouped'"
-        return Choice("megatron", why)
     if in_graph:
         return Choice("grouped", f"CUDA graphs hold them, and Megatron's need the host; {products}")
     if device.type != "cuda":
@@ -127,7 +127,7 @@ def choose(
 def _products(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """Whether grouped experts' GEMMs include everything else, and how they compute, as text."""
     if is_quantized(config):
-        return False, "FP8 products, which quantise SwiGLU and add weight gradients in fp32"
+        return True, "FP8 products, which quantise SwiGLU and add weight gradients in fp32"
     if reason := fused_swiglu.unavailable_reason(device, dtype):
         return False, f"torch's GEMMs, and weight gradients in a separate pass ({reason})"
     named = f"GEMMs of {fused_swiglu.PACKAGE}, which add weight gradients in fp32"

@@ -125,19 +125,27 @@ def test_where_they_run(
     assert device == CPU or unavailable_reason(device, dtype) == "FP8 here: there is no extension"
 
 
-def test_the_choice(ctx: RankContext) -> None:
-    """`auto` leaves them until they have trained on a GPU; the log says how those asked for do."""
+def test_the_choice(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes them where they run; the log says how those asked for compute."""
     initialize(ep=1)
     layer = build_layer(config_with(EpConfig(engine="reference", experts="megatron")))
     config, automatic = config_with(GROUPED, **IN_FP8), EpConfig(engine="reference")
     products = "FP8 products, which quantise SwiGLU and add weight gradients in fp32"
-    for in_graph in (False, True):
-        with mock.patch.object(selection, "unavailable_reason", return_value=None):
-            found = selection.choose(config, automatic, layer.experts, 8, 1, in_graph, GPU)
-            asked_for = selection.choose(config, GROUPED, layer.experts, 8, 1, in_graph, GPU)
-        assert found.experts == "megatron"
-        assert "no training has run on a GPU" in found.reason
-        assert asked_for.reason == f"the options ask for them; {products}"
+    faster = f"they were faster in all shapes measured; {products}"
+    held = f"CUDA graphs hold them, and Megatron's need the host; {products}"
+    missing = "FP8 here: the extension is built for sm_100"
+    monkeypatch.setattr(selection, "unavailable_reason", lambda *_: None)
+
+    def choose(options: EpConfig, in_graph: bool) -> selection.Choice:
+        return selection.choose(config, options, layer.experts, 8, 1, in_graph, GPU)
+
+    for in_graph, reason in ((False, faster), (True, held)):
+        monkeypatch.setattr(selection, "fp8_unavailable", lambda *_: None)
+        assert choose(automatic, in_graph) == selection.Choice("grouped", reason)
+        assert choose(GROUPED, in_graph).reason == f"the options ask for them; {products}"
+        monkeypatch.setattr(selection, "fp8_unavailable", lambda *_: missing)
+        theirs = selection.Choice("megatron", f"grouped ones do not support {missing}")
+        assert choose(automatic, in_graph) == theirs
 
 
 # ---- whether a pass is in FP8
