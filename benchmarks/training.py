@@ -257,9 +257,7 @@ class TrainingRun:
             kinds, hosts = zip(*profiles, strict=True)
             result.kinds_us = {kind: sum(k[kind] for k in kinds) / len(kinds) for kind in kinds[0]}
             result.host_us = max(hosts)
-        problem = curve_problem(
-            curve, control, self._settings["moe-router-topk"], entry.choice.fp8
-        )
+        problem = curve_problem(curve, control, self._settings["moe-router-topk"], entry.choice.fp8)
         self._judge(entry, entry.trouble or problem)
 
     def _judge(self, entry: _Entry, problem: str | None) -> None:

@@ -7,6 +7,7 @@ with Adam's moments and everything in fp32 a parameter takes 18 bytes.
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ VOCABULARY_MULTIPLE = 128
 # Steps before a graph is captured: the second finds everything allocated and compiled.
 EAGER_STEPS = 2
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+QUANTIZATION = "transformer_engine.pytorch.quantization"
 PARTS = ("attn", "moe_router", "moe_preprocess")  # that `partial_graphs` captures
 # Owners of the function that adds the output layer's weight gradients.
 APEX, STAND_IN = "Apex", "ncclep bench"
@@ -376,6 +378,10 @@ class _Graphs:
 
             OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
             OptimizerCudaGraphWrapper.curr_iteration = 0
+        if self._choice.fp8:
+            # TransformerEngine's own graphs leave a flag on the device that keeps weights in FP8 as
+            # they are, which other graphs heed too.
+            importlib.import_module(QUANTIZATION).FP8GlobalStateManager.reset()
 
 
 def clear_full_iteration() -> None:

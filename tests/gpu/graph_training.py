@@ -40,6 +40,7 @@ class Job:
         graphs: TransformerConfig's fields for CUDA graphs.
         ncclep: fields of EpConfig.
         options: further fields of TransformerConfig.
+        sizes: those that differ from `SIZES`.
         holds_dispatch: a graph holds the dispatch, so that replays do not call the dispatcher.
         hybrid: the layers are MoETransformerLayers, as those of hybrid models.
         eval_sequence: length of the sequences that are evaluated between steps.
@@ -51,6 +52,7 @@ class Job:
     graphs: dict[str, Any]
     ncclep: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     holds_dispatch: bool = True
     hybrid: bool = False
     eval_sequence: int = SEQUENCE // 2
@@ -126,7 +128,9 @@ class GraphTraining(Model):
         ncclep = {"experts": "grouped"} if is_exact else job.ncclep
         options = {**job.options, **graphs, "ncclep": ep_config(engine, **ncclep)}
         how = {"te": True, "sequence": SEQUENCE, "micro_batches": MICRO_BATCHES}
-        case = ModelCase(job.name, options, SIZES, torch.bfloat16, ctx.num_ranks, **how)
+        case = ModelCase(
+            job.name, options, {**SIZES, **job.sizes}, torch.bfloat16, ctx.num_ranks, **how
+        )
         super().__init__(ctx, "ncclep", case)
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -64,6 +64,10 @@ LOCAL_PARTS = dataclasses.replace(
 SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 # Megatron wants more than one rank; one is as good for what is compared.
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+FP8 = dataclasses.replace(
+    FULL, name="FP8", options=BLOCKWISE, sizes={"hidden_size": 256, "moe_ffn_hidden_size": 256}
+)
 FUSER = {"use_transformer_engine_op_fuser": True}
 GROUPED_TENSORS = {"moe_use_grouped_tensor": True}
 # Room for 8 blocks, each padded to a multiple of 256 rows.
@@ -94,6 +98,13 @@ JOBS = {
     "shared experts": [
         dataclasses.replace(TE, name="shared experts in whole layers", options=SHARED),
         dataclasses.replace(PARTS, name="shared experts beside the dispatch", options=SHARED),
+    ],
+    # Weights are quantised once a step, inside the graph, or outside of those of parts.
+    "fp8, full iteration": [FP8],
+    "fp8, before the dispatch": [
+        dataclasses.replace(
+            FP8, graphs=PARTS.graphs, ncclep={"experts": "grouped"}, holds_dispatch=False
+        )
     ],
     "shared experts, full iteration": [dataclasses.replace(FULL, name="shared", options=SHARED)],
     # With micro-batches overlapped by Megatron's schedule, on two streams.
