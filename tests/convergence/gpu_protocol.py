@@ -1,6 +1,6 @@
-"""The convergence protocol in bf16; docs/convergence.md derives the criterion.
+"""The convergence protocol in bf16 and in FP8; docs/convergence.md derives the criterion.
 
-    python tests/convergence/gpu_protocol.py run OUT [--seconds N] [--ranks N --steps N]
+    python tests/convergence/gpu_protocol.py run OUT [--fp8] [--seconds N] [--ranks N --steps N]
 
 trains the arms below on one or two GPUs, one after the other, prints a table, and exits with 0 only
 if every arm holds and both mistakes are rejected.  The same command continues with what OUT lacks.
@@ -58,20 +58,27 @@ class Arm(NamedTuple):
         """Of weights and of the order of the text."""
         return SEEDS[:1] if self.mistake else SEEDS
 
+    @property
+    def is_control(self) -> bool:
+        """Whether the others are compared with it."""
+        return self.name == CONTROL.name
+
 
 CONTROL = Arm("alltoall", "train:alltoall")
 SWAPPED, ZEROED = "swapped weights", "zeroed rows"
 
 
-def arms(name: str, subject: str) -> tuple[Arm, ...]:
+def arms(name: str, subject: str, control: str = CONTROL.subject) -> tuple[Arm, ...]:
     """The control, and a subject without and with each mistake."""
     mistakes = [Arm(f"mistake: {each}", subject, each) for each in (SWAPPED, ZEROED)]
-    return CONTROL, Arm(name, subject), *mistakes
+    return Arm(CONTROL.name, control), Arm(name, subject), *mistakes
 
 
 SMALL = arms("reference", "train:ncclep:reference")
+GRAPHED = "native, grouped experts, CUDA graphs"
+FP8 = arms(GRAPHED, "train:ncclep:native:grouped:fp8:full_iteration", f"{CONTROL.subject}:fp8")
 GPU = (
-    *arms("native, grouped experts, CUDA graphs", "train:ncclep:native:grouped:full_iteration"),
+    *arms(GRAPHED, "train:ncclep:native:grouped:full_iteration"),
     Arm("native", "train:ncclep:native"),
     Arm("nccl_ep", "train:ncclep:nccl_ep"),  # takes two ranks
 )
@@ -149,7 +156,7 @@ def train(
                 plant(arm.mistake, module.token_dispatcher)
         scheduler = model.scheduler()
         start, start_path = model.first_steps(0, ranks.deadline), out / f"{seed}-{ranks.rank}.pt"
-        if arm == CONTROL:
+        if arm.is_control:
             torch.save(start, start_path)
         control = torch.load(start_path, weights_only=False)
         problem = curve_problem(start, control, settings["moe-router-topk"])
@@ -183,7 +190,7 @@ def judge(arm: Arm, trained: Trained) -> tuple[str, str]:
             return FAILS, f"seed {seed}, before the first step: {problem}"
         if not all(map(math.isfinite, training["validated"])):
             return FAILS, f"seed {seed}: a loss is not finite"
-        if arm == CONTROL and training["validated"][-1] >= training["entropy"]:
+        if arm.is_control and training["validated"][-1] >= training["entropy"]:
             return FAILS, f"seed {seed} learnt no more than the frequencies of letters"
     needed = [*((arm.name, seed) for seed in arm.seeds), *((CONTROL.name, seed) for seed in SEEDS)]
     if missing := [f"{name}, seed {seed}" for name, seed in needed if (name, seed) not in trained]:
@@ -240,6 +247,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("command", choices=("run",))
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for what was trained")
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU")
+    parser.add_argument(
+        "--fp8", action="store_true", help="all linear layers in FP8, blockwise, of every arm"
+    )
     parser.add_argument("--seconds", type=float, default=1e6, help="train for so long at most")
     parser.add_argument("--ranks", type=int, help="default: as many as GPUs, at most 2")
     parser.add_argument("--steps", type=int, default=1000, help="a multiple of 10 (default: 1000)")
@@ -252,17 +262,19 @@ def main(argv: list[str]) -> int:
         parser.error("no GPU here: --small trains a tiny model on a CPU")
     if args.small and (args.ranks or args.steps != parser.get_default("steps")):
         parser.error("--small has its own ranks and steps: leave out --ranks and --steps")
+    if args.small and args.fp8:
+        parser.error("--fp8 needs a GPU: leave out --small")
     if args.steps < 10 or args.steps % 10:
         parser.error(f"--steps {args.steps}: must be a multiple of 10")
     if ranks > torch.cuda.device_count():
         os.environ[topology.ENABLE] = "1"
     pool = RankPool(2, prepare=import_megatron_on_cpu) if args.small else RankPool(ranks, "nccl")
-    arms = SMALL if args.small else GPU if ranks > 1 else GPU[:-1]
+    arms = SMALL if args.small else FP8 if args.fp8 else GPU if ranks > 1 else GPU[:-1]
     with closing(pool):
         trained = run(arms, pool, None if args.small else args.steps, args.seconds, args.out)
     holds, table = report(arms, trained)
     print(table)
-    if not args.small and ranks == 1:
+    if arms == GPU[:-1]:
         print("Left out: nccl_ep, which takes two ranks")
     return 0 if holds else 1
 
