@@ -65,7 +65,8 @@ def row_bytes(columns: int) -> int:
 def packed(values: Tensor, powers_of_two: bool = True) -> Tensor:
     """Packed rows of the results of `by_rows`: uint8 [num_rows, row_bytes]."""
     codes, scales = by_rows(values, powers_of_two)
-    parts = torch.cat([codes, scales.t().contiguous().view(torch.uint8)], 1)
+    of_rows = scales.t().clone(memory_format=torch.contiguous_format)
+    parts = torch.cat([codes, of_rows.view(torch.uint8)], 1)
     return torch.nn.functional.pad(parts, (0, row_bytes(values.shape[1]) - parts.shape[1]))
 
 

@@ -101,7 +101,7 @@ fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Ex
 std::int64_t columns_of_packed(const Tensor& packed) {
   require_matrix(packed, ncclepUint8, "packed");
   const std::int64_t bytes = packed.shape[1];
-  require(bytes > 0 && bytes <= kMost && packed.shape[0] <= kMost, "packed is too large");
+  require(bytes <= kMost && packed.shape[0] <= kMost, "packed is too large");
   // Each block has four more bytes, and what fills the row up is less than a block.
   const std::int64_t columns = bytes / (fp8::kBlock + 4) * fp8::kBlock;
   require(columns > 0 && fp8::packed_bytes(columns) == bytes, "rows of packed are ", bytes,

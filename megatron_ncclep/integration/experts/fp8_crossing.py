@@ -76,6 +76,8 @@ class Fp8Crossing:
         """Whether the experts that took the rows are the ones to get the gradient of `output`.
 
         They are not where autograd has no node or another one for it: without gradients, after
-        `detach`, or with an operation between.
+        `detach`, or with an operation between.  Nor in torch's anomaly detection, for which the
+        stand-in's NaN would be an error.
         """
-        return getattr(output.grad_fn, "crossing", None) is self
+        is_own = getattr(output.grad_fn, "crossing", None) is self
+        return is_own and not torch.is_anomaly_enabled()

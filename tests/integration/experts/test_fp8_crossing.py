@@ -124,9 +124,11 @@ def test_the_same_bits(ctx: RankContext, ncclep: EpConfig) -> None:
 
 
 def test_values_below_the_range(ctx: RankContext) -> None:
-    """Only weight gradients change, and only those of columns with such values.  From 2^-14 to 2^-13
-    beside 2, they become multiples of 2^-16, which moves them by 2^-4.4 (root mean square); the
-    rounding by columns that this is compared with, by 2^-5.2.  Both together are 2^-4.1.
+    """Only weight gradients change, and of these only columns with such values.
+
+    From 2^-14 to 2^-13 beside 2, they become multiples of 2^-16, which moves them by 2^-4.4 (root
+    mean square); the rounding by columns that this is compared with, by 2^-5.2.  Both together are
+    2^-4.1.
     """
     with passes(ctx.num_ranks) as run:
         layer, (hidden, probe) = run.layer(), inputs(ctx.rank, 2**-14)
@@ -160,6 +162,9 @@ def test_when_rows_cross_in_fp8(ctx: RankContext) -> None:
             engine.caps.moves_bytes = False
             a_pass(layer, *batch)
         assert run.taken() == AS_THEY_ARE
+        with torch.autograd.set_detect_anomaly(True):
+            a_pass(layer, *batch)
+        assert run.taken()[0] == [BYTES, BF16]
         on_input = run.layer(
             moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True
         )
