@@ -388,6 +388,16 @@ def fp8_quantize_rows(
     powers_of_two: bool,
     stream: int,
 ) -> None: ...
+def fp8_pack_rows(values: Tensor, packed: Tensor, powers_of_two: bool, stream: int) -> None: ...
+def fp8_unpack_rows(
+    packed: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    transposed: Tensor | None,
+    scales_transposed: Tensor | None,
+    powers_of_two: bool,
+    stream: int,
+) -> None: ...
 def fp8_swiglu(
     gate_up: Tensor,
     probs: Tensor,

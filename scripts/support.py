@@ -66,7 +66,7 @@ REMARKS = {
     "--ncclep-experts=grouped": "on Hopper GPUs only, with torch 2.10 or newer",
     "adapters on grouped experts": "LoRA of Megatron-Bridge and ms-swift",
     "expert_tensor_parallel_size": "`native`: several NVLink domains need a network for kernels",
-    "fp8_recipe=blockwise": "TransformerEngine's experts; rows cross in the model's dtype",
+    "fp8_recipe=blockwise": "rows cross in FP8 to grouped experts only",
     "moe_layer_recompute": "one more plan, dispatch and combine for a recomputed layer",
     "cuda_graph_impl=full_iteration": "static shapes and grouped experts",
     "cuda_graph_impl=transformer_engine": "static shapes and grouped experts",

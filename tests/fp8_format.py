@@ -57,6 +57,29 @@ def by_rows(values: Tensor, powers_of_two: bool = True) -> tuple[Tensor, Tensor]
     return codes_of(blocks, scale).flatten(1), (1 / scale).squeeze(2).t().contiguous()
 
 
+def row_bytes(columns: int) -> int:
+    """Of a packed row: its values, an fp32 scale for each block, zeros up to a multiple of 16."""
+    return -(-(columns + 4 * columns // BLOCK) // 16) * 16
+
+
+def packed(values: Tensor, powers_of_two: bool = True) -> Tensor:
+    """Packed rows of the results of `by_rows`: uint8 [num_rows, row_bytes]."""
+    codes, scales = by_rows(values, powers_of_two)
+    of_rows = scales.t().clone(memory_format=torch.contiguous_format)
+    parts = torch.cat([codes, of_rows.view(torch.uint8)], 1)
+    return torch.nn.functional.pad(parts, (0, row_bytes(values.shape[1]) - parts.shape[1]))
+
+
+def unpacked(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `by_rows` again, and what they stand for, bf16 [num_rows, columns]."""
+    columns = rows.shape[1] // (BLOCK + 4) * BLOCK
+    assert rows.shape[1] == row_bytes(columns)
+    codes, end = rows[:, :columns], columns + 4 * columns // BLOCK
+    scales = rows[:, columns:end].contiguous().view(torch.float32).t()
+    values = values_of(codes.contiguous()) * scales.t().repeat_interleave(BLOCK, 1)
+    return codes, scales, values.bfloat16()
+
+
 def transposed(
     values: Tensor, ends: list[int], powers_of_two: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import fp8_format as fp8
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ncclep.libraries import extension
+from megatron_ncclep.integration.experts import fp8_products
 
 STREAM = 7
 GARBAGE = 0x7F  # NaN: what is not written must not be read
@@ -34,6 +35,25 @@ class TorchFp8Kernels:
         assert values.dtype is torch.bfloat16
         self._note("fp8_quantize_rows", stream)
         places = (rows, scales, transposed, scales_transposed)
+        self._quantize(values, offsets, places, powers_of_two)
+
+    def fp8_pack_rows(
+        self, values: Tensor, packed: Tensor, powers_of_two: bool, stream: int
+    ) -> None:  # fmt: skip
+        assert values.dtype is torch.bfloat16
+        self._note("fp8_pack_rows", stream)
+        packed.copy_(fp8.packed(values, powers_of_two))
+
+    def fp8_unpack_rows(
+        self, packed: Tensor, offsets: Tensor, scales: Tensor | None, transposed: Tensor | None,
+        scales_transposed: Tensor | None, powers_of_two: bool, stream: int,
+    ) -> None:  # fmt: skip
+        self._note("fp8_unpack_rows", stream)
+        _, of_rows, values = fp8.unpacked(packed)
+        used = int(offsets[-1])
+        if scales is not None:
+            scales[:, :used] = of_rows[:, :used]
+        places = (None, None, transposed, scales_transposed)
         self._quantize(values, offsets, places, powers_of_two)
 
     def fp8_swiglu(
@@ -79,7 +99,10 @@ class TorchFp8Kernels:
         offsets: Tensor, out: Tensor, stream: int,
     ) -> None:  # fmt: skip
         self._note("fp8_multiply_rows", stream)
-        values, factors = fp8.rows_again(rows, scales), fp8.weights_again(weights, weight_scales)
+        depth = weights.shape[2]
+        assert rows.shape[1] in (depth, fp8.row_bytes(depth))
+        values = fp8.rows_again(rows[:, :depth], scales)
+        factors = fp8.weights_again(weights, weight_scales)
         out.fill_(torch.nan)
         for (begin, end), factor in zip(pairwise(offsets.tolist()), factors, strict=True):
             out[begin:end] = (values[begin:end] @ factor.t()).bfloat16()
@@ -122,8 +145,8 @@ class TorchFp8Kernels:
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> TorchFp8Kernels:
-    """Have the package call them instead of the extension."""
+    """Have the experts' FP8 products call them; all else keeps the extension."""
     kernels = TorchFp8Kernels()
-    patch.setattr(extension, "load", lambda: kernels)
-    patch.setattr(extension, "current_stream", lambda: STREAM)
+    theirs = SimpleNamespace(load=lambda: kernels, current_stream=lambda: STREAM)
+    patch.setattr(fp8_products, "extension", theirs)
     return kernels

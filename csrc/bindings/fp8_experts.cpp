@@ -45,10 +45,11 @@ fp8::Experts experts_of(const Tensor& offsets) {
   return {static_cast<const std::int32_t*>(offsets.data), static_cast<int>(offsets.shape[0] - 1)};
 }
 
-// Where rows in FP8 are, or go, and what they must fit.
+// Where rows in FP8 are, or go, and what they must fit.  `pitch`: bytes of each row, with its
+// scales if it is packed.
 fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Experts& experts,
                       const Maybe& rows, const Maybe& scales, const Maybe& transposed,
-                      const Maybe& scales_transposed) {
+                      const Maybe& scales_transposed, std::int64_t pitch) {
   require(rows.has_value() == scales.has_value() &&
               transposed.has_value() == scales_transposed.has_value(),
           "FP8 needs its scales, and scales need theirs");
@@ -58,10 +59,11 @@ fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Ex
   fp8::Matrix matrix{};
   matrix.num_rows = num_rows;
   matrix.columns = static_cast<int>(columns);
+  matrix.pitch = static_cast<int>(pitch);
   std::int64_t num_blocks = blocks;
   if (rows) {
-    require(rows->is(ncclepUint8, {num_rows, columns}), "rows must be uint8 [", num_rows, ", ",
-            columns, "]");
+    require(rows->is(ncclepUint8, {num_rows, pitch}), "rows must be uint8 [", num_rows, ", ",
+            columns, "], or packed with their scales");
     require(scales->dtype == ncclepFloat32 && scales->ndim == 2 &&
                 scales->shape[0] == columns / fp8::kBlock && scales->shape[1] >= num_rows &&
                 scales->shape[1] % fp8::kScalesPitch == 0 && scales->shape[1] <= kMost,
@@ -86,6 +88,25 @@ fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Ex
           num_rows, " rows of ", columns, " columns are too many");
   matrix.num_blocks = static_cast<int>(num_blocks);
   return matrix;
+}
+
+fp8::Matrix matrix_of(std::int64_t num_rows, std::int64_t columns, const fp8::Experts& experts,
+                      const Maybe& rows, const Maybe& scales, const Maybe& transposed,
+                      const Maybe& scales_transposed) {
+  return matrix_of(num_rows, columns, experts, rows, scales, transposed, scales_transposed,
+                   columns);
+}
+
+// How many values the rows of `packed` have.
+std::int64_t columns_of_packed(const Tensor& packed) {
+  require_matrix(packed, ncclepUint8, "packed");
+  const std::int64_t bytes = packed.shape[1];
+  require(bytes <= kMost && packed.shape[0] <= kMost, "packed is too large");
+  // Each block has four more bytes, and what fills the row up is less than a block.
+  const std::int64_t columns = bytes / (fp8::kBlock + 4) * fp8::kBlock;
+  require(columns > 0 && fp8::packed_bytes(columns) == bytes, "rows of packed are ", bytes,
+          " bytes: they must be those of a multiple of ", fp8::kBlock, " values and their scales");
+  return columns;
 }
 
 fp8::Scales scales_of(bool powers_of_two) {
@@ -118,6 +139,32 @@ void bind_quantisation(py::module_& module) {
       },
       "values"_a, "offsets"_a, "rows"_a, "scales"_a, "transposed"_a, "scales_transposed"_a,
       "powers_of_two"_a, "stream"_a);
+  module.def(
+      "fp8_pack_rows",
+      [](const Tensor& values, const Tensor& packed, bool powers_of_two, std::uintptr_t stream) {
+        const std::int64_t columns = columns_of_packed(packed), num_rows = packed.shape[0];
+        require(values.is(ncclepBfloat16, {num_rows, columns}), "values must be bfloat16 [",
+                num_rows, ", ", columns, "]");
+        require(num_rows / fp8::kBlock < kMost / columns, num_rows, " rows are too many");
+        fp8::pack_rows(memory_of<void>(values, "values"), num_rows, static_cast<int>(columns),
+                       memory_of<std::uint8_t>(packed, "packed"), scales_of(powers_of_two), stream);
+      },
+      "values"_a, "packed"_a, "powers_of_two"_a, "stream"_a);
+  module.def(
+      "fp8_unpack_rows",
+      [](const Tensor& packed, const Tensor& offsets, const Maybe& scales, const Maybe& transposed,
+         const Maybe& scales_transposed, bool powers_of_two, std::uintptr_t stream) {
+        const std::int64_t columns = columns_of_packed(packed), num_rows = packed.shape[0];
+        const fp8::Experts experts = experts_of(offsets);
+        const Maybe rows = scales ? Maybe(packed) : std::nullopt;
+        fp8::Matrix to = matrix_of(num_rows, columns, experts, rows, scales, transposed,
+                                   scales_transposed, packed.shape[1]);
+        to.rows = nullptr;
+        fp8::unpack_rows(memory_of<std::uint8_t>(packed, "packed"), experts, to,
+                         scales_of(powers_of_two), stream);
+      },
+      "packed"_a, "offsets"_a, "scales"_a, "transposed"_a, "scales_transposed"_a, "powers_of_two"_a,
+      "stream"_a);
   module.def(
       "fp8_swiglu",
       [](const Tensor& gate_up, const Tensor& probs, const Tensor& offsets, const Maybe& rows,
@@ -197,13 +244,14 @@ void bind_products(py::module_& module) {
          const Tensor& weight_scales, const Tensor& offsets, const Tensor& out,
          std::uintptr_t stream) {
         require_matrix(rows, ncclepUint8, "rows");
-        const std::int64_t num_rows = rows.shape[0], depth = rows.shape[1];
         const fp8::Experts experts = experts_of(offsets);
-        const fp8::Matrix a =
-            matrix_of(num_rows, depth, experts, rows, scales, std::nullopt, std::nullopt);
         require(weights.dtype == ncclepUint8 && weights.ndim == 3 &&
-                    weights.shape[0] == experts.num_experts && weights.shape[2] == depth,
-                "weights must be uint8 [", experts.num_experts, ", columns, ", depth, "]");
+                    weights.shape[0] == experts.num_experts,
+                "weights must be uint8 [", experts.num_experts, ", columns, columns of rows]");
+        const std::int64_t num_rows = rows.shape[0], depth = weights.shape[2];
+        const bool is_packed = rows.shape[1] != depth;
+        const fp8::Matrix a = matrix_of(num_rows, depth, experts, rows, scales, std::nullopt,
+                                        std::nullopt, is_packed ? fp8::packed_bytes(depth) : depth);
         const std::int64_t columns = weights.shape[1];
         require_multiple(columns, fp8::kResultColumns, "the number of the result's columns");
         require(experts.num_experts <= kMost / columns, "the weights are too many");

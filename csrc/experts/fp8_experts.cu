@@ -11,8 +11,19 @@ static_assert(kBlock == experts::kBlock);
 cudaStream_t handle(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 experts::Fp8Rows rows_of(const Matrix& matrix, Scales scales) {
-  return {matrix.rows,    matrix.scales,       matrix.transposed, matrix.scales_transposed,
-          matrix.columns, matrix.scales_pitch, matrix.num_blocks, scales == Scales::kPowersOfTwo};
+  return {matrix.rows,
+          matrix.scales,
+          matrix.transposed,
+          matrix.scales_transposed,
+          matrix.columns,
+          matrix.pitch,
+          matrix.scales_pitch,
+          matrix.num_blocks,
+          scales == Scales::kPowersOfTwo};
+}
+
+experts::PackedRows packed_rows_of(std::uint8_t* packed, int columns) {
+  return {packed, columns, static_cast<int>(packed_bytes(columns))};
 }
 
 experts::Swiglu swiglu_of(const Swiglu& from, const Experts& of) {
@@ -42,6 +53,21 @@ void quantize_rows(const void* values, const Experts& of, const Matrix& to, Scal
   if (to.num_rows == 0) return;
   experts::quantize_rows({static_cast<const __nv_bfloat16*>(values), of.offsets, of.num_experts},
                          rows_of(to, scales), handle(stream));
+}
+
+void pack_rows(const void* values, std::int64_t num_rows, int columns, std::uint8_t* packed,
+               Scales scales, std::uintptr_t stream) {
+  if (num_rows == 0) return;
+  experts::pack_rows(static_cast<const __nv_bfloat16*>(values), num_rows,
+                     packed_rows_of(packed, columns), scales == Scales::kPowersOfTwo,
+                     handle(stream));
+}
+
+void unpack_rows(const std::uint8_t* packed, const Experts& of, const Matrix& to, Scales scales,
+                 std::uintptr_t stream) {
+  if (to.num_rows == 0) return;
+  experts::unpack_rows(packed_rows_of(const_cast<std::uint8_t*>(packed), to.columns), of.offsets,
+                       of.num_experts, rows_of(to, scales), handle(stream));
 }
 
 void quantize_swiglu(const Swiglu& from, const Experts& of, const Matrix& to, Scales scales,

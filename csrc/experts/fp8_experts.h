@@ -24,14 +24,20 @@ struct Experts {
   int num_experts;
 };
 
+// Bytes of a row that crosses between ranks (megatron_ncclep/ops/packed_rows.py): its values, an
+// fp32 inverse scale for each block of them, and zeros up to a multiple of 16.
+constexpr std::int64_t packed_bytes(std::int64_t columns) {
+  return (columns + columns / kBlock * 4 + 15) / 16 * 16;
+}
+
 // A matrix of rows in FP8, either or both ways.
 struct Matrix {
-  std::uint8_t* rows;        // [num_rows, columns], or none
+  std::uint8_t* rows;        // [num_rows, columns], `pitch` bytes apart, or none
   float* scales;             // [columns / 128, scales_pitch]
   std::uint8_t* transposed;  // [num_blocks, columns, 128], or none; an expert begins a block
   float* scales_transposed;  // [num_blocks, columns]
   std::int64_t num_rows;
-  int columns, scales_pitch, num_blocks;
+  int columns, pitch, scales_pitch, num_blocks;
 };
 
 // The inputs of SwiGLU, bf16 [num_rows, 2 * columns], gates before values.
@@ -56,6 +62,13 @@ enum class Scales { kAny, kPowersOfTwo };
 // `values`: bf16 [num_rows, columns].
 void quantize_rows(const void* values, const Experts& experts, const Matrix& to, Scales scales,
                    std::uintptr_t stream);
+// The same by rows alone, into packed rows.
+void pack_rows(const void* values, std::int64_t num_rows, int columns, std::uint8_t* packed,
+               Scales scales, std::uintptr_t stream);
+// From packed rows of `to.columns` values: the scales of `to`, if it has a place for them, and the
+// values quantised again by columns, if it has one for what is transposed.  `to`: without rows.
+void unpack_rows(const std::uint8_t* packed, const Experts& experts, const Matrix& to,
+                 Scales scales, std::uintptr_t stream);
 // silu(gate) * value * probability, rounded to bf16 before it is quantised.
 void quantize_swiglu(const Swiglu& from, const Experts& experts, const Matrix& to, Scales scales,
                      std::uintptr_t stream);

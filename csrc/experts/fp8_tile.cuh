@@ -66,9 +66,10 @@ __device__ T join_lanes(T (&values)[kCount], Join join) {
   return values[0];
 }
 
-// The warp's rows: their scales, and the inverse ones from `inverse` on, of `num_rows` of the tile.
+// The warp's rows: their scales, and the inverse ones from `inverse` on, `pitch` apart, of
+// `num_rows` of the tile.
 __device__ inline void find_rows(const Values& values, bool is_power_of_two, int num_rows,
-                                 float* inverse, float (&scale)[kRowsOfWarp]) {
+                                 float* inverse, std::int64_t pitch, float (&scale)[kRowsOfWarp]) {
   std::uint32_t amax[kRowsOfWarp / 2];  // of two rows
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp / 2; ++i) {
@@ -80,7 +81,7 @@ __device__ inline void find_rows(const Values& values, bool is_power_of_two, int
   const int lane = threadIdx.x % 32, row = lane / 8 * 2 + lane % 2;
   const float own_scale = scale_for(row % 2 ? high(own) : low(own), is_power_of_two);
   if (lane % 8 < 2 && Part().row + row < num_rows) {
-    inverse[Part().row + row] = __frcp_rn(own_scale);
+    inverse[(Part().row + row) * pitch] = __frcp_rn(own_scale);
   }
 #pragma unroll
   for (int r = 0; r < kRowsOfWarp; ++r) {
@@ -164,11 +165,11 @@ __device__ inline void write_fp8_columns(const Values& v, const float (&scale)[k
 
 // Where a matrix of rows goes.
 struct Fp8Rows {
-  std::uint8_t* rows;        // [num_rows, columns], or none
+  std::uint8_t* rows;        // [num_rows, columns], `pitch` bytes apart, or none
   float* scales;             // [columns / 128, scales_pitch]
   std::uint8_t* transposed;  // [num_blocks, columns, 128], or none; an expert begins a block
   float* scales_transposed;  // [num_blocks, columns]
-  int columns, scales_pitch, num_blocks;
+  int columns, pitch, scales_pitch, num_blocks;
   bool is_power_of_two;
 };
 
@@ -204,10 +205,11 @@ __device__ inline void quantize(const Values& values, const Fp8Rows& to, const R
   if (to.rows != nullptr) {
     float scale[kRowsOfWarp];
     find_rows(values, to.is_power_of_two, block.num_rows,
-              to.scales + std::int64_t{column / kBlock} * to.scales_pitch + block.first_row, scale);
+              to.scales + std::int64_t{column / kBlock} * to.scales_pitch + block.first_row, 1,
+              scale);
     write_fp8_rows(values, scale,
-                   to.rows + static_cast<std::int64_t>(block.first_row) * to.columns + column,
-                   to.columns, block.num_rows);
+                   to.rows + static_cast<std::int64_t>(block.first_row) * to.pitch + column,
+                   to.pitch, block.num_rows);
   }
   if (to.transposed != nullptr) {
     float scale[kColumnsOfLane];

@@ -32,6 +32,16 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2) quantize_rows_kernel(Rows
   quantize_rows(from, to, shared);
 }
 __global__ void __launch_bounds__(kQuantizeThreads, 2)
+    pack_rows_kernel(const __nv_bfloat16* from, std::int64_t num_rows, PackedRows to,
+                     bool is_power_of_two) {
+  pack_rows(from, num_rows, to, is_power_of_two);
+}
+__global__ void __launch_bounds__(kQuantizeThreads, 2)
+    unpack_rows_kernel(PackedRows from, const std::int32_t* offsets, int num_experts, Fp8Rows to) {
+  __shared__ TileShared shared;
+  unpack_rows(from, offsets, num_experts, to, shared);
+}
+__global__ void __launch_bounds__(kQuantizeThreads, 2)
     quantize_swiglu_kernel(Swiglu from, Fp8Rows to) {
   __shared__ TileShared shared;
   quantize_swiglu(from, to, shared);
@@ -53,6 +63,18 @@ inline void quantize_rows(const Rows& from, const Fp8Rows& to, cudaStream_t stre
   quantize_rows_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
   cuda_check(cudaGetLastError(), "launching the quantisation of rows");
 }
+inline void pack_rows(const __nv_bfloat16* from, std::int64_t num_rows, const PackedRows& to,
+                      bool is_power_of_two, cudaStream_t stream) {
+  const auto tiles = static_cast<int>((num_rows + kBlock - 1) / kBlock * (to.columns / kBlock));
+  pack_rows_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, num_rows, to, is_power_of_two);
+  cuda_check(cudaGetLastError(), "launching the packing of rows");
+}
+inline void unpack_rows(const PackedRows& from, const std::int32_t* offsets, int num_experts,
+                        const Fp8Rows& to, cudaStream_t stream) {
+  const int tiles = to.num_blocks * (to.columns / kBlock);
+  unpack_rows_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, offsets, num_experts, to);
+  cuda_check(cudaGetLastError(), "launching the unpacking of rows");
+}
 inline void quantize_swiglu(const Swiglu& from, const Fp8Rows& to, cudaStream_t stream) {
   const int tiles = to.num_blocks * (from.columns / kBlock);
   quantize_swiglu_kernel<<<tiles, kQuantizeThreads, 0, stream>>>(from, to);
@@ -69,10 +91,12 @@ inline void quantize_weights(const Weights& job, int num_experts, cudaStream_t s
   cuda_check(cudaGetLastError(), "launching the quantisation of weights");
 }
 
-// The tensor map of a matrix; a box is what one copy moves.
+// The tensor map of a matrix; a box is what one copy moves.  `pitch`: elements from a row to the
+// next; 0: as many as it is wide.
 template <typename T>
 CUtensorMap map_of(const T* matrix, std::int64_t width, std::int64_t height, int box_width,
-                   int box_height, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+                   int box_height, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+                   std::int64_t pitch = 0) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
@@ -91,13 +115,13 @@ CUtensorMap map_of(const T* matrix, std::int64_t width, std::int64_t height, int
                     : sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height)};
-  const cuuint64_t pitch[] = {static_cast<cuuint64_t>(width) * sizeof(T)};
+  const cuuint64_t pitches[] = {static_cast<cuuint64_t>(pitch > 0 ? pitch : width) * sizeof(T)};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(box_width),
                             static_cast<cuuint32_t>(box_height)};
   const cuuint32_t steps[] = {1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode(&map, type, 2, const_cast<T*>(matrix), sizes, pitch, box, steps,
+      encode(&map, type, 2, const_cast<T*>(matrix), sizes, pitches, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
@@ -127,7 +151,9 @@ inline void launch_gemm(void (*kernel)(GemmMaps, Gemm), const GemmMaps& maps, co
 inline void multiply_rows(const Fp8Rows& a, std::int64_t num_rows, const std::uint8_t* b,
                           const float* scales_b, const std::int32_t* offsets, int num_experts,
                           int columns, __nv_bfloat16* out, int num_sms, cudaStream_t stream) {
-  const GemmMaps maps{map_of(a.rows, a.columns, num_rows, kBlock, kTileRows),
+  const CUtensorMap map_of_a =
+      map_of(a.rows, a.columns, num_rows, kBlock, kTileRows, CU_TENSOR_MAP_SWIZZLE_128B, a.pitch);
+  const GemmMaps maps{map_of_a,
                       map_of(b, a.columns, std::int64_t{num_experts} * columns, kBlock,
                              kTileColumns / kClusterCtas),
                       map_of_scales(a.scales, a.scales_pitch, a.columns / kBlock, kScalesOfA),

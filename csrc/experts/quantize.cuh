@@ -1,4 +1,5 @@
-// What is quantised: rows as they are, SwiGLU's results and their gradients, and weights.
+// What is quantised: rows as they are, before or after they cross, SwiGLU's results and their
+// gradients, and weights.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -71,6 +72,73 @@ __device__ inline void quantize_rows(const Rows& from, const Fp8Rows& to, TileSh
   if (block.number < 0) return;
   Values values;
   load_rows(values, block, from.values + at.column + Part().column, to.columns);
+  quantize(values, to, block, at.column, shared);
+}
+
+// Rows that cross between ranks: values in FP8, their inverse scales, and zeros up to `pitch`
+// bytes.
+struct PackedRows {
+  std::uint8_t* bytes;  // [num_rows, pitch]
+  int columns, pitch;
+
+  __device__ float* scales(std::int64_t row) const {
+    return reinterpret_cast<float*>(bytes + row * pitch + columns);
+  }
+};
+
+// Packs a block of `from`, bf16 [num_rows, to.columns].
+__device__ inline void pack_rows(const __nv_bfloat16* from, std::int64_t num_rows,
+                                 const PackedRows& to, bool is_power_of_two) {
+  const TileAt at(to.columns);
+  const std::int64_t left = num_rows - std::int64_t{at.block} * kBlock;
+  const RowBlock block{at.block * kBlock, static_cast<int>(min(left, std::int64_t{kBlock})),
+                       at.block};
+  Values values;
+  load_rows(values, block, from + at.column + Part().column, to.columns);
+  const int floats = to.pitch / 4;  // of a row, its values included
+  float* const scales = to.scales(block.first_row);
+  float scale[kRowsOfWarp];
+  find_rows(values, is_power_of_two, block.num_rows, scales + at.column / kBlock, floats, scale);
+  write_fp8_rows(values, scale,
+                 to.bytes + static_cast<std::int64_t>(block.first_row) * to.pitch + at.column,
+                 to.pitch, block.num_rows);
+  const int row = threadIdx.x;
+  if (at.column == 0 && row < block.num_rows) {
+    for (int i = to.columns / kBlock; i < floats - to.columns / 4; ++i) {
+      scales[std::int64_t{row} * floats + i] = 0;
+    }
+  }
+}
+
+// What an e4m3 code stands for.
+__device__ inline float from_fp8(std::uint32_t code) {
+  constexpr float kExponents = 1.329227995784916e36f;  // 2^120: fp32 has 120 smaller ones
+  const float value = __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * kExponents;
+  return (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000) : value;
+}
+
+// Copies the rows' scales to where products look for them, and quantises the values again by
+// columns, rounded to bf16 first.  `to`: without rows.
+__device__ inline void unpack_rows(const PackedRows& from, const std::int32_t* offsets,
+                                   int num_experts, const Fp8Rows& to, TileShared& shared) {
+  const TileAt at(to.columns);
+  const RowBlock block = block_of(offsets, num_experts, at.block);
+  if (block.number < 0) return;
+  const std::uint8_t* first = from.bytes + at.column + Part().column;
+  Values values;
+  for_rows(block, [&](int r, std::int64_t row, bool is_valid) {
+    const float scale = is_valid ? from.scales(row)[at.column / kBlock] : 0;
+    if (to.scales != nullptr && is_valid && threadIdx.x % 32 == 0) {
+      to.scales[std::int64_t{at.column / kBlock} * to.scales_pitch + row] = scale;
+    }
+    const bool is_needed = is_valid && to.transposed != nullptr;
+    const std::uint32_t codes =
+        is_needed ? *reinterpret_cast<const std::uint32_t*>(first + row * from.pitch) : 0;
+    float results[kColumnsOfLane];
+#pragma unroll
+    for (int c = 0; c < kColumnsOfLane; ++c) results[c] = from_fp8(codes >> 8 * c & 0xff) * scale;
+    values[r] = rounded(results);
+  });
   quantize(values, to, block, at.column, shared);
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -22,6 +22,7 @@ from megatron_ncclep.integration.checks.assignments import (
 )
 from megatron_ncclep.integration.experts.layer_experts import (
     GroupedInLayer,
+    refused_change,
     refused_graph,
     reversed_blocks,
 )
@@ -33,6 +34,9 @@ from megatron_ncclep.ops.expert_slices import to_all_slices
 from megatron_ncclep.ops.nvtx import step_range
 from megatron_ncclep.ops.routing import routes_and_weights
 from megatron_ncclep.ranks.group import EpGroup
+
+if TYPE_CHECKING:
+    from megatron_ncclep.integration.experts.fp8_crossing import Fp8Crossing
 
 
 class NcclEpTokenDispatcher(MoETokenDispatcher):
@@ -133,6 +137,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         self._routing_map: torch.Tensor | None = None
         self._plan: RoutePlan | None = None
         self._hidden_shape: torch.Size | None = None
+        # Hands the experts rows that cross in FP8.
+        self._crossing: Fp8Crossing | None = None
         # Rows of each block in Megatron's order, if the rows were moved into it for this pass.
         self._moved: list[int] | None = None
         self.cudagraph_attrs = ["_routing_map"]
@@ -171,11 +177,15 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
             probs: [num_tokens, num_experts].
 
         Returns:
-            rows [num_rows, hidden] in slot order, and their weights [num_rows].
+            rows [num_rows, hidden] in slot order, or what stands in for them if they cross in FP8,
+            and their weights [num_rows].
         """
         assert self._routing_map is not None, "dispatch_preprocess comes first"
         routing_map, self._routing_map = self._routing_map, None
         self._take_over(hidden_states, probs, routing_map)
+        self._crossing = None
+        if self._grouped is not None and self.engine.caps.moves_bytes:
+            self._crossing = self._grouped.rows_cross(hidden_states)
         self._hidden_shape, group, shared = hidden_states.shape, self._ranks, self.shared_experts
         shared_experts.prepare(shared, hidden_states)
         with shared_experts.finished_after_errors(shared, has_dispatched=False):
@@ -199,7 +209,9 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
                     self._counts.count(chosen[0].topk_idx, self._plan)
                 self.engines.record_load(self._plan, hidden_states)
             shared_experts.let_start(shared)
-            rows, row_probs = dispatch(engine, self._plan, hidden_states, probs, chosen)
+            rows, row_probs = dispatch(
+                engine, self._plan, hidden_states, probs, chosen, self._crossing
+            )
         shared_experts.first_half(shared, rows)
         return rows, row_probs
 
@@ -220,6 +232,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
         if self._grouped is not None and (change := self._grouped.change()):
+            if self._crossing is not None:
+                raise refused_change(change)
             return self._in_megatrons_order(plan, hidden_states, probs, change)
         if self._counts_on_device:
             counts = plan.tokens_per_expert
@@ -228,7 +242,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         if self._counts_cover_all_rows and self.engines.is_static():
             counts = counts.clone()
             counts[-1] = plan.num_rows - counts[:-1].sum()
-        self._take_over(hidden_states, probs, counts)
+        crossed = [] if self._crossing is None else self._crossing.waiting()
+        self._take_over(hidden_states, probs, counts, *crossed)
         return hidden_states, counts, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -242,9 +257,14 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._plan is not None, "token_dispatch comes first"
         assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
+        crossing, self._crossing = self._crossing, None
+        # Gradients reach the experts in the same way, unless overlap_moe_expert_parallel_comm has
+        # cut the graph between: there a leaf would accumulate the stand-in, as a copy.
+        if crossing is not None and not crossing.takes_gradient_of(hidden_states):
+            crossing = None
         shared_experts.let_start(self.shared_experts)
         with shared_experts.finished_after_errors(self.shared_experts, has_dispatched=True):
-            out = combine(self.engines.in_use(), plan, hidden_states, self._hidden_shape)
+            out = combine(self.engines.in_use(), plan, hidden_states, self._hidden_shape, crossing)
         shared_experts.second_half(self.shared_experts, out)
         return out
 

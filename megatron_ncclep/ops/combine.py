@@ -13,6 +13,7 @@ from megatron_ncclep.engines.checks import Wrong, type_problem
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.ops.dispatch import as_rows
 from megatron_ncclep.ops.nvtx import step_range
+from megatron_ncclep.ops.packed_rows import Packing
 
 
 class Combine(torch.autograd.Function):
@@ -20,10 +21,15 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, engine: Engine, plan: RoutePlan, shape: Sequence[int] | None
+        ctx: Any,
+        y: torch.Tensor,
+        engine: Engine,
+        plan: RoutePlan,
+        shape: Sequence[int] | None,
+        packing: Packing | None,
     ) -> torch.Tensor:
         """Add up the rows `y` at their tokens' source ranks."""
-        ctx.engine, ctx.plan = engine, plan
+        ctx.engine, ctx.plan, ctx.packing = engine, plan, packing
         with step_range("combine", y):
             out = engine.combine(plan, y)[0]
         return out if shape is None else out.view(shape)
@@ -33,13 +39,23 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Send each token's gradient to the slots of its experts."""
         engine: Engine = ctx.engine
+        packing: Packing | None = ctx.packing
+        rows = as_rows(grad_out)
         with step_range("combine backward", grad_out):
-            return engine.dispatch(ctx.plan, as_rows(grad_out))[0], None, None, None
+            if packing is None:
+                grad_y = engine.dispatch(ctx.plan, rows)[0]
+            else:
+                grad_y = packing.deliver(engine.dispatch(ctx.plan, packing.pack(rows))[0])
+        return grad_y, None, None, None, None
 
 
 @torch.compiler.disable
 def combine(
-    engine: Engine, plan: RoutePlan, y: torch.Tensor, shape: Sequence[int] | None = None
+    engine: Engine,
+    plan: RoutePlan,
+    y: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    packing: Packing | None = None,
 ) -> torch.Tensor:
     """Add up every token's expert outputs, unweighted.  Collective, differentiable.
 
@@ -51,6 +67,8 @@ def combine(
         plan: routes of this micro-batch.
         y: [plan.num_rows, hidden]; padding rows are not read.
         shape: of the result, [..., hidden]; the leading dimensions together are the tokens.
+        packing: sends gradients as bytes, with an engine that moves them; who made `y` gets what it
+            returns in their place.  All ranks give one that packs alike, or none.
 
     Returns:
         [plan.num_tokens, hidden], or of `shape`; zero for a token without experts.
@@ -61,7 +79,7 @@ def combine(
     problem = type_problem("y", y) or _shape_problem(plan, y, shape)
     if problem is not None:
         engine.combine(plan, Wrong(problem))  # type: ignore[arg-type]  # raises on all ranks
-    out: torch.Tensor = Combine.apply(y, engine, plan, shape)
+    out: torch.Tensor = Combine.apply(y, engine, plan, shape, packing)
     return out
 
 

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ncclep.engines.checks import Wrong, type_problem, weight_dtype
 from megatron_ncclep.engines.engine import Engine, RoutePlan
 from megatron_ncclep.ops.nvtx import step_range
+from megatron_ncclep.ops.packed_rows import Packing
 from megatron_ncclep.ops.routing import Routes
 
 
@@ -29,6 +30,7 @@ class Dispatch(torch.autograd.Function):
         engine: Engine,
         plan: RoutePlan,
         routes: Routes | None,
+        packing: Packing | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send the rows `x` and their weights: `w`, or `weights` if `w` holds probabilities."""
         ctx.engine, ctx.plan, ctx.routes = engine, plan, routes
@@ -36,7 +38,10 @@ class Dispatch(torch.autograd.Function):
         if weights is None:
             weights = w
         with step_range("dispatch", x):
-            rows, row_w = engine.dispatch(plan, as_rows(x), weights.to(weight_dtype(x)))
+            sent = as_rows(x) if packing is None else packing.pack(as_rows(x))
+            rows, row_w = engine.dispatch(plan, sent, weights.to(weight_dtype(x)))
+            if packing is not None:
+                rows = packing.deliver(rows)
         assert row_w is not None  # there were weights
         return rows, row_w.to(w.dtype)
 
@@ -53,7 +58,7 @@ class Dispatch(torch.autograd.Function):
         assert grad_w is not None  # there were weights
         if routes is not None:
             grad_w = routes.probs_gradient(grad_w)
-        return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), None, None, None, None
+        return grad_x.view(ctx.shape), grad_w.to(ctx.w_dtype), *(None,) * 5
 
 
 @torch.compiler.disable
@@ -63,6 +68,7 @@ def dispatch(
     x: torch.Tensor,
     w: torch.Tensor,
     chosen: tuple[Routes, torch.Tensor] | None = None,
+    packing: Packing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move every token to its experts, with each assignment's weight.  Collective, differentiable.
 
@@ -78,10 +84,13 @@ def dispatch(
             back in their own dtype.
         chosen: the result of `routes_and_weights` for these probabilities; `plan` was made from its
             `topk_idx`.
+        packing: sends rows as bytes, with an engine that moves them; their gradients come back as
+            those of `x` without it.  All ranks give one that packs alike, or none.
 
     Returns:
         rows [plan.num_rows, hidden] in slot order and their weights [plan.num_rows]; padding rows
-        and their weights are zero, and get no gradient.
+        and their weights are zero, and get no gradient.  With `packing`, what it returns in place
+        of the rows.
 
     Raises:
         InputError: on every rank, when an argument is wrong on any, or ranks differ in hidden size,
@@ -97,7 +106,7 @@ def dispatch(
     if problem is not None:
         engine.dispatch(plan, Wrong(problem))  # type: ignore[arg-type]  # raises on all ranks
     routes, weights = (None, None) if chosen is None else chosen
-    rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes)
+    rows, row_w = Dispatch.apply(x, w, weights, engine, plan, routes, packing)
     return rows, row_w
 
 

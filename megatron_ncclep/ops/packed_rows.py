@@ -6,17 +6,20 @@ packed into 272; in bf16 they take 512.  `Engine.dispatch` copies them as they a
 (`EngineCaps.moves_bytes`), so rows quantised at the source rank and then routed equal rows routed
 and then quantised, bit for bit.  A padding row is zero, values and scales.
 
-Training packs no rows: TransformerEngine 2.20.2 quantises the rows of an expert with information
-beyond a single row, and its grouped GEMM takes rows of bf16 and quantises them itself.
+Serving packs rows, and so does training with grouped experts in FP8
+(integration/experts/fp8_crossing.py).  For TransformerEngine's experts rows cross in the model's
+dtype: its release 2.20.2 quantises the rows of an expert with information beyond a single row, and
+its grouped GEMM takes rows of bf16 and quantises them itself.
 
-    blockwise     forward and input gradients could use rows quantised in blocks of 1 x 128, but a
-                  weight's gradient needs blocks of 128 x 1 of the unquantised rows, after routing
+    blockwise     a weight's gradient needs blocks of 128 x 1 of the unquantised rows, after routing
     tensorwise    one scale for all rows of an expert, from all ranks
     delayed       each expert has its own scale: a token's row would differ from expert to expert,
                   and cross once for each assignment instead of once for each rank
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
@@ -26,6 +29,18 @@ from megatron_ncclep.errors import InputError
 # The bytes of a packed row are a multiple of this, the unit that the kernels copy.
 MULTIPLE = 16
 _SCALE_BYTES = 4
+
+
+class Packing(Protocol):
+    """Who packs rows before they are dispatched, and gets those that arrive."""
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pack [num_tokens, hidden]: uint8 [num_tokens, row_bytes]."""
+        ...
+
+    def deliver(self, packed: torch.Tensor) -> torch.Tensor:
+        """Take over [num_rows, row_bytes], and return what autograd gets in place of the rows."""
+        ...
 
 
 def pack_rows(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -55,7 +70,7 @@ def pack_rows(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             "hidden], with hidden a multiple of 4, and float32 [num_tokens, num_scales]"
         )
     num_tokens, hidden = data.shape
-    end, row_bytes = _extent(hidden, scales.shape[1])
+    end, row_bytes = extent(hidden, scales.shape[1])
     packed = torch.empty(num_tokens, row_bytes, dtype=BYTES, device=data.device)
     packed[:, :hidden] = data.view(BYTES)
     packed[:, hidden:end] = scales.contiguous().view(BYTES)
@@ -80,7 +95,7 @@ def unpack_rows(
     Raises:
         InputError: the rows do not have the length of such packed rows.
     """
-    end, row_bytes = _extent(hidden, num_scales)
+    end, row_bytes = extent(hidden, num_scales)
     if packed.dtype != BYTES or packed.dim() != 2 or packed.shape[1] != row_bytes:
         raise InputError(
             f"packed is {packed.dtype} {list(packed.shape)}: rows of {hidden} bytes with "
@@ -89,7 +104,7 @@ def unpack_rows(
     return packed[:, :hidden].view(dtype), packed[:, hidden:end].view(torch.float32)
 
 
-def _extent(hidden: int, num_scales: int) -> tuple[int, int]:
+def extent(hidden: int, num_scales: int) -> tuple[int, int]:
     """The ends of a packed row's scales and of the row, in bytes."""
     end = hidden + _SCALE_BYTES * num_scales
     return end, -(-end // MULTIPLE) * MULTIPLE

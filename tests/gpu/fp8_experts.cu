@@ -217,6 +217,7 @@ void run(const Shape& shape, int num_sms) {
                    alloc<std::uint8_t>(std::int64_t{columns} * blocks * kBlock),
                    alloc<float>(std::int64_t{blocks} * columns),
                    columns,
+                   columns,
                    pitch,
                    blocks,
                    true};

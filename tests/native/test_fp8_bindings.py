@@ -23,6 +23,7 @@ pytestmark = [
 
 SIZES, HIDDEN, FFN = (3, 0, 129), 512, 256
 NUM_ROWS, STREAM = sum(SIZES) + 5, 0
+ROW_BYTES = HIDDEN + 16  # of a packed row: four scales
 NO_GPU = "launching|cudaGetDevice failed"
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.uint8
 
@@ -53,20 +54,24 @@ def test_what_the_package_passes(ends: Tensor, monkeypatch: pytest.MonkeyPatch) 
     products = Fp8Products()
     gate_up, rows = torch.zeros(NUM_ROWS, 2 * FFN, dtype=BF16), places(HIDDEN)
     activated, probs = torch.zeros(NUM_ROWS, FFN, dtype=BF16), torch.zeros(NUM_ROWS)
+    packed = torch.zeros(NUM_ROWS, ROW_BYTES, dtype=FP8)
     weights = list(torch.zeros(len(SIZES), 2 * FFN, HIDDEN, dtype=BF16))
     for by_rows, transposed in ((True, True), (True, False), (False, True)):
         state = (ends, by_rows, transposed)
         reaches_launch(products.quantize_rows, torch.zeros(NUM_ROWS, HIDDEN, dtype=BF16), *state)
+        reaches_launch(products.unpack, packed, HIDDEN, *state)
         reaches_launch(products.swiglu, gate_up, probs, *state)
         reaches_launch(products.swiglu_gradients, gate_up, probs, activated, *state)
     # Rows that begin anywhere, and weights with gaps between.
     odd = torch.zeros(NUM_ROWS * HIDDEN + 1, dtype=BF16)[1:].view(NUM_ROWS, HIDDEN)
     reaches_launch(products.quantize_rows, odd, ends)
+    reaches_launch(products.pack, odd)
     reaches_launch(products.quantize_weights, weights)
     reaches_launch(products.quantize_weights, [weight.clone() for weight in weights])
     of_fc1 = torch.zeros(len(SIZES), 2 * FFN, HIDDEN, dtype=FP8)
     scales = torch.zeros(len(SIZES), 2 * FFN // BLOCK, HIDDEN // BLOCK)
     reaches_launch(products.multiply, rows, of_fc1, scales, ends)
+    reaches_launch(products.multiply, rows._replace(rows=packed), of_fc1, scales, ends)
     grad = places(2 * FFN)
     for out in (
         None,
@@ -78,6 +83,8 @@ def test_what_the_package_passes(ends: Tensor, monkeypatch: pytest.MonkeyPatch) 
     # Without rows nothing is launched, but weight gradients may have to become zeros.
     none = places(HIDDEN, 0)
     assert products.quantize_rows(torch.zeros(0, HIDDEN, dtype=BF16), ends * 0).rows is not None
+    assert products.pack(torch.zeros(0, HIDDEN, dtype=BF16)).shape == (0, ROW_BYTES)
+    assert products.unpack(packed[:0], HIDDEN, ends * 0).rows is not None
     assert products.multiply(none, of_fc1, scales, ends * 0).shape == (0, 2 * FFN)
     reaches_launch(products.weight_gradients, places(2 * FFN, 0), none, ends * 0, BF16)
 
@@ -126,6 +133,25 @@ def test_quantisation_refuses(ends: Tensor) -> None:
         {"values": [values.float(), values[:-1], values.flatten(), odd], "offsets": OFFSETS}
         | wrong,
     )  # fmt: skip
+    packed = torch.zeros(NUM_ROWS, ROW_BYTES, dtype=FP8)
+    lengths = [packed[:, :size].contiguous() for size in (HIDDEN, 16, 0)]
+    odd_bytes = torch.zeros(packed.numel() + 8, dtype=FP8)[8:].view_as(packed)
+    wrong_packed = [packed.int(), packed.flatten(), odd_bytes, *lengths]
+    refused(
+        "fp8_pack_rows",
+        {"values": values, "packed": packed, "powers_of_two": True, "stream": STREAM},
+        {"values": [values.float(), values[:-1], values.flatten(), odd],
+         "packed": [packed[:-1], *wrong_packed]},
+    )  # fmt: skip
+    del place["rows"], wrong["rows"]
+    refused(
+        "fp8_unpack_rows",
+        {"packed": packed, **place, **state},
+        {"packed": wrong_packed, "offsets": OFFSETS, **wrong, "scales": wrong["scales"][1:]},
+    )
+    nowhere = dict.fromkeys(place)
+    with pytest.raises(LibraryError, match="FP8 rows need a place"):
+        extension.load().fp8_unpack_rows(packed=packed, **nowhere, **state)
     place, wrong = of_rows(FFN)
     gate_up, probs = torch.zeros(NUM_ROWS, 2 * FFN, dtype=BF16), torch.zeros(NUM_ROWS)
     inputs = {"gate_up": gate_up, "probs": probs}

@@ -79,6 +79,18 @@ MISTAKES = {
     "a row has the scale of another one": (Change(
         "experts/fp8_tile.cuh", "own_scale, r / 2 * 8 + «r % 2»)", "0"),
         "quantized", "rows, by rows: "),
+    "what is behind a packed row's scales stays": (Change(
+        "experts/quantize.cuh", "«i < floats - to.columns / 4»", "false"),
+        "quantized", "packed rows: "),
+    "packed rows are as far apart as their values": (Change(
+        "experts/quantize.cuh", "const int floats = «to.pitch / 4»", "to.columns / 4"),
+        "quantized", "packed rows: "),
+    "an unpacked row has the scale of its first block": (Change(
+        "experts/quantize.cuh", "from.scales(row)[«at.column / kBlock»]", "0"),
+        "quantized", "unpacked rows: "),
+    "NaN is unpacked as a number": (Change(
+        "experts/quantize.cuh", "return «(code & 0x7f) == 0x7f» ?", "false"),
+        "quantized", "unpacked rows, transposed: "),
 }
 # fmt: on
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_ncclep.integration.experts.expert_stack import view_of
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
 from megatron_ncclep.libraries import extension
+from megatron_ncclep.ops.packed_rows import extent
 
 BLOCK = 128
 # A row of scales begins at a multiple of 16 bytes.
@@ -33,7 +34,7 @@ class Fp8Rows(NamedTuple):
     """Rows in FP8, by rows, transposed, or both; None for what was not asked for.
 
     Attributes:
-        rows: uint8 [num_rows, columns], e4m3.
+        rows: uint8 [num_rows, columns], e4m3; or packed rows, which begin with the same.
         scales: fp32 [columns / 128, num_rows or a few more]: by which values are multiplied again.
         transposed: uint8 [num_blocks, columns, 128]; zeros fill each expert's last block up.
         scales_transposed: fp32 [num_blocks, columns].
@@ -83,6 +84,44 @@ class Fp8Products:
         """
         made = _empty_rows(rows, rows.shape[1], ends, by_rows, transposed)
         _call("fp8_quantize_rows", _aligned(rows), ends, *made, self.powers_of_two)
+        return made
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Quantise rows before they are dispatched, by rows, and pack them (ops/packed_rows.py).
+
+        Args:
+            rows: bf16 [num_tokens, columns].
+
+        Returns:
+            uint8 [num_tokens, row_bytes], with a scale for every 128 values.
+        """
+        num_rows, columns = rows.shape
+        _, row_bytes = extent(columns, columns // BLOCK)
+        packed = torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=rows.device)
+        _call("fp8_pack_rows", _aligned(rows), packed, self.powers_of_two)
+        return packed
+
+    def unpack(
+        self,
+        packed: Tensor,
+        columns: int,
+        ends: Tensor,
+        by_rows: bool = True,
+        transposed: bool = True,
+    ) -> Fp8Rows:
+        """Make packed rows operands of products.
+
+        By rows they are what `quantize_rows` makes before they are packed.  Transposed, the same
+        values are quantised again by columns.
+
+        Args:
+            packed: uint8 [num_rows, row_bytes], as dispatch delivers them; the result refers to it.
+            columns: numbers of a row.
+            ends, by_rows, transposed: see `quantize_rows`.
+        """
+        packed = _aligned(packed)
+        made = _empty_rows(packed, columns, ends, by_rows, transposed, packed)
+        _call("fp8_unpack_rows", packed, ends, *made[1:], self.powers_of_two)
         return made
 
     def swiglu(
@@ -210,14 +249,19 @@ class Fp8Products:
 
 
 def _empty_rows(
-    like: Tensor, columns: int, ends: Tensor, by_rows: bool, transposed: bool
+    like: Tensor,
+    columns: int,
+    ends: Tensor,
+    by_rows: bool,
+    transposed: bool,
+    packed: Tensor | None = None,
 ) -> Fp8Rows:
-    """Memory for the rows of `like` with so many columns."""
+    """Memory for the rows of `like` with so many columns; by rows, `packed` has the values."""
     num_rows, make = len(like), partial(torch.empty, device=like.device)
     rows = scales = blocks = of_blocks = None
     if by_rows:
         pitch = -(-num_rows // _SCALES_PITCH) * _SCALES_PITCH
-        rows = make(num_rows, columns, dtype=torch.uint8)
+        rows = make(num_rows, columns, dtype=torch.uint8) if packed is None else packed
         scales = make(columns // BLOCK, pitch, dtype=torch.float32)
     if transposed:
         most = num_rows // BLOCK + len(ends) - 1

@@ -26,7 +26,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"FP8 on a {device.type.upper()}: their FP8 products need a GPU"
     if reason := extension.unavailable_reason():
         return f"FP8 here: {reason}"
-    if not hasattr(extension.load(), "fp8_multiply_rows"):
+    if not hasattr(extension.load(), "fp8_pack_rows"):
         built_for = extension.architectures()
         if any(name.startswith("sm_90") for name in built_for):
             return "FP8 here: the extension is older than this code: install the package again"

@@ -1,10 +1,10 @@
 """An expert layer with SwiGLU in FP8 as one autograd node: two products forward, four backward.
 
-    forward   rows, quantised by rows and transposed
+    forward   rows, quantised by rows and transposed; by rows already where they crossed in FP8
               gate, up = rows @ fc1^T, in bf16
               silu(gate) * up * probability, quantised both ways
               activated @ fc2^T
-    backward  the gradient, quantised both ways
+    backward  the gradient, likewise
               its product with fc2
               SwiGLU's gradients, quantised both ways, and those of the probabilities
               their product with fc1; the weights' gradients, summed and added in fp32
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ncclep.integration.experts.fp8_crossing import Fp8Crossing
 from megatron_ncclep.integration.experts.fp8_products import Fp8Products, Fp8Rows, Fp8Weights
 from megatron_ncclep.integration.experts.main_grad import GradientTarget, store_weight_gradients
 
@@ -55,6 +56,7 @@ def fp8_swiglu_experts(
     fc1: Sequence[Tensor],
     fc2: Sequence[Tensor],
     layer: Fp8Layer,
+    crossing: Fp8Crossing | None = None,
 ) -> Tensor:
     """Apply every expert to its block of rows: fc2(silu(gate) * up * probability).
 
@@ -62,23 +64,27 @@ def fp8_swiglu_experts(
     gradients are undefined.  Gradients of weights without a main_grad have the weights' dtype.
 
     Args:
-        rows: bf16 [num_rows, hidden].
+        rows: bf16 [num_rows, hidden], or what stands in for them.
         probs: [num_rows], of any dtype.
         offsets: ends of the blocks, int32 [num_experts], on the rows' device.
         fc1: one parameter [2 * ffn, hidden] for each block, in the blocks' order, gates first.
         fc2: likewise, [hidden, ffn].
         layer: all else; its weights are made from these parameters.
+        crossing: has the rows, and later perhaps the gradient, that crossed in FP8.
 
     Returns:
         bf16 [num_rows, hidden].
+
+    Raises:
+        UnsupportedError: a stand-in came without its rows, or the other way round.
     """
     result: Tensor = _Fp8SwigluExperts.apply(
-        rows, probs, offsets, layer, torch.is_grad_enabled(), *fc1, *fc2
+        rows, probs, offsets, layer, crossing, torch.is_grad_enabled(), *fc1, *fc2
     )
     return result
 
 
-_WEIGHTS = 5  # place of the first weight among the arguments of forward
+_WEIGHTS = 6  # place of the first weight among the arguments of forward
 
 
 class _Fp8SwigluExperts(torch.autograd.Function):
@@ -89,6 +95,7 @@ class _Fp8SwigluExperts(torch.autograd.Function):
         probs: Tensor,
         offsets: Tensor,
         layer: Fp8Layer,
+        crossing: Fp8Crossing | None,
         has_gradients: bool,
         *weights: Tensor,
     ) -> Tensor:
@@ -96,7 +103,7 @@ class _Fp8SwigluExperts(torch.autograd.Function):
         scale = probs.float().contiguous()
         trains_fc1, trains_fc2 = map(any, _halves(ctx.needs_input_grad[_WEIGHTS:]))
         keeps_fc1, keeps_fc2 = has_gradients and trains_fc1, has_gradients and trains_fc2
-        quantised = products.quantize_rows(rows, ends, transposed=keeps_fc1)
+        quantised = _quantised(products, crossing, rows, ends, True, keeps_fc1)
         gate_up = products.multiply(quantised, layer.fc1.weights, layer.fc1.scales, ends)
         kept = keeps_fc2 and not layer.recomputes
         activated = products.swiglu(gate_up, scale, ends, transposed=kept)
@@ -104,7 +111,7 @@ class _Fp8SwigluExperts(torch.autograd.Function):
         # The weights too, although backward reads only their main_grads: changed before backward,
         # they are an error of torch's.
         ctx.save_for_backward(*quantised[2:], *activated[2:], gate_up, scale, ends, *weights)
-        ctx.layer, ctx.probs_dtype = layer, probs.dtype
+        ctx.layer, ctx.crossing, ctx.probs_dtype = layer, crossing, probs.dtype
         return out
 
     @staticmethod
@@ -120,7 +127,7 @@ class _Fp8SwigluExperts(torch.autograd.Function):
         needs_inputs = trains_fc1 or wanted[0] or wanted[1]
 
         # What one product needs is freed before the next one begins.
-        of_out = products.quantize_rows(grad, ends, by_rows=needs_inputs, transposed=trains_fc2)
+        of_out = _quantised(products, ctx.crossing, grad, ends, needs_inputs, trains_fc2)
         fc2_grads: list[Tensor | None] = [None] * len(fc2)
         if trains_fc2:
             if layer.recomputes:
@@ -149,7 +156,22 @@ class _Fp8SwigluExperts(torch.autograd.Function):
             if trains_fc1:
                 product = partial(products.weight_gradients, of_gate_up, rows, ends, fc1[0].dtype)
                 fc1_grads = store_weight_gradients(fc1, fc1_trained, product, layer.target)
-        return rows_grad, probs_grad, None, None, None, *fc1_grads, *fc2_grads
+        return rows_grad, probs_grad, None, None, None, None, *fc1_grads, *fc2_grads
+
+
+def _quantised(
+    products: Fp8Products,
+    crossing: Fp8Crossing | None,
+    rows: Tensor,
+    ends: Tensor,
+    by_rows: bool,
+    transposed: bool,
+) -> Fp8Rows:
+    """Rows or gradients in FP8, however they crossed."""
+    packed = None if crossing is None else crossing.take(rows)
+    if packed is None:
+        return products.quantize_rows(rows, ends, by_rows, transposed)
+    return products.unpack(packed, rows.shape[1], ends, by_rows, transposed)
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -22,6 +22,7 @@ from megatron_ncclep.integration.experts.adapter_product import LowRank, add_ada
 from megatron_ncclep.integration.experts.adapters import weights_in
 from megatron_ncclep.integration.experts.as_built import AsBuilt
 from megatron_ncclep.integration.experts.expert_stack import lay_out, view_of, with_room
+from megatron_ncclep.integration.experts.fp8_crossing import Fp8Crossing
 from megatron_ncclep.integration.experts.fp8_products import Fp8Products
 from megatron_ncclep.integration.experts.fp8_recipe import powers_of_two_in_use
 from megatron_ncclep.integration.experts.fp8_recipe import unavailable_reason as fp8_unavailable
@@ -63,6 +64,7 @@ class GroupedExperts:
     _products: QuackProducts | None = None
     _has_products: bool | None = None
     _step_weights: StepWeights | None = None  # in FP8
+    _crossing: Fp8Crossing | None = None  # of the pass that has begun
     _laid_out: tuple[int, ...] = ()
     _room = 0  # behind the weights of fc2 of each expert, in rows
     _in_graph: tuple[int, ...] = ()
@@ -71,6 +73,30 @@ class GroupedExperts:
         """The weights of `linear_fc1` or `linear_fc2`, in the blocks' order."""
         weights = weights_in(self.as_built.linears[layer])
         return weights[::-1] if self.reverse_local_experts else weights
+
+    def rows_cross(self, tokens: Tensor) -> Fp8Crossing | None:
+        """Begin a pass: say how its rows reach these experts.  The dispatcher asks before it sends.
+
+        They cross in FP8 if the pass is in FP8 with scales that are powers of two: then quantising
+        the values again by columns changes only what is far below a block's largest.  The answer
+        follows from the config and the recipe, so it is the same on all ranks.
+
+        Args:
+            tokens: [..., hidden], of this rank.
+
+        Returns:
+            what packs them and hands them to `forward`; None: they cross in their own dtype.
+
+        Raises:
+            UnsupportedError: the pass is in FP8, and there are no products in FP8 here.
+        """
+        self._crossing = None
+        # The experts would multiply what crossed by the probabilities before they quantise it.
+        if not self.config.moe_apply_probs_on_input and powers_of_two_in_use(self.config):
+            if problem := fp8_unavailable(tokens.device, tokens.dtype):
+                raise unsupported(problem)
+            self._crossing = Fp8Crossing(Fp8Products(True), tokens.shape[-1])
+        return self._crossing
 
     # Backward adds to main_grad behind autograd's back, which cannot be traced.
     @torch.compiler.disable
@@ -86,7 +112,7 @@ class GroupedExperts:
 
         Args:
             permuted_local_hidden_states: [num_rows, hidden]; rows after the last block may hold
-                anything.
+                anything.  What stands in for them if they crossed in FP8.
             tokens_per_expert: rows of each block, integers [num_local_experts], on the rows' device
                 or on the CPU, in the blocks' order.
             permuted_probs: [num_rows].
@@ -96,9 +122,11 @@ class GroupedExperts:
 
         Raises:
             UnsupportedError: the rows' device or dtype has no grouped GEMM, or none in FP8 where
-                the pass is in FP8, or the weights are sharded.
+                the pass is in FP8, or the weights are sharded; or rows crossed in FP8 and are not
+                what arrives.
         """
         rows, probs = permuted_local_hidden_states, permuted_probs
+        crossing, self._crossing = self._crossing, None
         if self.as_built.found is not None:
             forward: Any = super().forward  # type: ignore[misc]
             result: tuple[Tensor, Tensor | None] = forward(rows, tokens_per_expert, probs)
@@ -127,7 +155,9 @@ class GroupedExperts:
         )
         if (powers_of_two := powers_of_two_in_use(config)) is not None:
             layer = self._fp8_layer(rows, fc1, fc2, target, powers_of_two)
-            return fp8_swiglu_experts(rows, probs, offsets, fc1, fc2, layer), None
+            return fp8_swiglu_experts(rows, probs, offsets, fc1, fc2, layer, crossing), None
+        if crossing is not None:
+            raise unsupported("fp8_autocast that ends between a layer's dispatch and its experts")
         products, adapters = self._products_of(rows), self.as_built.adapters
         factors = self._factors(rows) if products else None
         self._lay_out_frozen(fc1, fc2, factors[1].a.shape[1] if factors and factors[1] else 0)

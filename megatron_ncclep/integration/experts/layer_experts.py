@@ -15,6 +15,7 @@ from megatron_ncclep.integration.checks.cuda_graphs import may_hold_experts
 from megatron_ncclep.integration.checks.fp8 import is_quantized
 
 if TYPE_CHECKING:
+    from megatron_ncclep.integration.experts.fp8_crossing import Fp8Crossing
     from megatron_ncclep.integration.experts.selection import Choice
 
 # Attributes that are true of this package's experts, which never read the counts on the host; of
@@ -106,6 +107,21 @@ class GroupedInLayer:
                 "with experts='auto'"
             )
         return found
+
+    def rows_cross(self, tokens: Tensor) -> Fp8Crossing | None:
+        """How the next pass's rows reach the experts that compute it: see `GroupedExperts`."""
+        if not is_quantized(self.experts.config) or self.change() is not None:
+            return None
+        crossing: Fp8Crossing | None = self.experts.rows_cross(tokens)
+        return crossing
+
+
+def refused_change(found: str) -> UnsupportedError:
+    """The error where experts change when their rows have crossed in FP8."""
+    return UnsupportedError(
+        f"rows have crossed in FP8 for grouped experts, and Megatron's experts would compute them: "
+        f"{found}; change the experts before the layer's forward pass"
+    )
 
 
 def refused_graph(found: str) -> UnsupportedError:

@@ -98,11 +98,11 @@ def test_what_is_refused(ctx: RankContext) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "capability", "functions", "words"),
     [
-        (GPU, BF16, (9, 0), ["fp8_multiply_rows"], None),
-        (CPU, BF16, (9, 0), ["fp8_multiply_rows"], "FP8 on a CPU: their FP8 products need a GPU"),
+        (GPU, BF16, (9, 0), ["fp8_pack_rows"], None),
+        (CPU, BF16, (9, 0), ["fp8_pack_rows"], "FP8 on a CPU: their FP8 products need a GPU"),
         (GPU, BF16, (9, 0), [], "is built for sm_100, without sm_90: install the package again"),
-        (GPU, BF16, (10, 0), ["fp8_multiply_rows"], "FP8 on NVIDIA B200, of compute capability 10"),
-        (GPU, torch.float16, (9, 0), ["fp8_multiply_rows"], "in torch.float16: use bf16"),
+        (GPU, BF16, (10, 0), ["fp8_pack_rows"], "FP8 on NVIDIA B200, of compute capability 10"),
+        (GPU, torch.float16, (9, 0), ["fp8_pack_rows"], "in torch.float16: use bf16"),
     ],
 )  # fmt: skip
 def test_where_they_run(
@@ -238,8 +238,8 @@ def compare_layers(patch: pytest.MonkeyPatch, kernels: TorchFp8Kernels) -> None:
             again = layer(hidden)[0]
     assert torch.equal(again, found["output"])
     products = [name for name in kernels.calls[:9] if not name.endswith("weights")]
-    assert products[:4] == [
-        "fp8_quantize_rows", "fp8_multiply_rows", "fp8_swiglu", "fp8_multiply_rows"
+    assert products[:5] == [
+        "fp8_pack_rows", "fp8_unpack_rows", "fp8_multiply_rows", "fp8_swiglu", "fp8_multiply_rows"
     ]  # fmt: skip
     for name, expected in plain.items():
         distance = (found[name] - expected).float().norm() / expected.float().norm()

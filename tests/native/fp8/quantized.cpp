@@ -1,5 +1,6 @@
 // What is quantised beside its definition: TransformerEngine's rule for blocks of 128.
 #include "arrays.h"
+#include "experts/fp8_experts.h"
 #include "experts/quantize.cuh"
 
 using namespace ncclep::experts;
@@ -25,8 +26,15 @@ struct Target {
         scales(columns / kBlock * pitch, -1),
         scales_transposed(blocks * columns, -1) {}
   Fp8Rows view() {
-    return {rows.data(), scales.data(), transposed.data(), scales_transposed.data(), columns, pitch,
-            blocks,      true};
+    return {rows.data(),
+            scales.data(),
+            transposed.data(),
+            scales_transposed.data(),
+            columns,
+            columns,
+            pitch,
+            blocks,
+            true};
   }
   int columns, pitch, blocks;
   std::vector<std::uint8_t> rows, transposed;
@@ -51,8 +59,10 @@ void check_block(const std::string& what, const std::vector<float>& values, floa
   }
 }
 
-void check_target(const std::string& what, const Experts& experts, const Target& target,
-                  const std::function<float(int, int)>& value, float slack) {
+using ValueAt = std::function<float(int, int)>;
+
+void check_by_rows(const std::string& what, const Experts& experts, const Target& target,
+                   const ValueAt& value, float slack) {
   const int columns = target.columns;
   for (int row = 0; row < experts.num_rows(); ++row) {
     for (int first = 0; first < columns; first += kBlock) {
@@ -63,6 +73,11 @@ void check_target(const std::string& what, const Experts& experts, const Target&
           [&](int i) { return target.rows[row * columns + first + i]; }, slack);
     }
   }
+}
+
+void check_transposed(const std::string& what, const Experts& experts, const Target& target,
+                      const ValueAt& value, float slack) {
+  const int columns = target.columns;
   for (int expert = 0; expert < experts.size(); ++expert) {
     const int end = experts.first_block[expert + 1];
     for (int block = experts.first_block[expert]; block < end; ++block) {
@@ -82,6 +97,12 @@ void check_target(const std::string& what, const Experts& experts, const Target&
   }
 }
 
+void check_target(const std::string& what, const Experts& experts, const Target& target,
+                  const ValueAt& value, float slack) {
+  check_by_rows(what, experts, target, value, slack);
+  check_transposed(what, experts, target, value, slack);
+}
+
 void run_blocks(const Experts& experts, const std::function<void(TileShared&)>& kernel) {
   // More blocks than there are, as on a GPU, where the host does not know their number.
   const int blocks = experts.num_blocks() + 2;
@@ -98,7 +119,8 @@ constexpr float kRounded = 1.05f;
 
 double sigmoid_of(double x) { return 1 / (1 + std::exp(-x)); }
 
-void check_rows(const Experts& experts) {
+// Rows with zeros, subnormal numbers, an infinity and a NaN.
+std::vector<__nv_bfloat16> draw_rows(const Experts& experts) {
   auto x = draw_bf16(experts.num_rows() * kColumns, 2);
   if (experts.num_rows() > 8) {
     for (int i = 0; i < kBlock; ++i) {
@@ -108,6 +130,11 @@ void check_rows(const Experts& experts) {
     x[5 * kColumns + 7] = __float2bfloat16_rn(INFINITY);
     x[6 * kColumns + 9] = {0x7fc0};  // NaN
   }
+  return x;
+}
+
+void check_rows(const Experts& experts) {
+  const auto x = draw_rows(experts);
   Target target(experts, kColumns);
   run_blocks(experts, [&](TileShared& shared) {
     quantize_rows({x.data(), experts.offsets.data(), experts.size()}, target.view(), shared);
@@ -116,6 +143,54 @@ void check_rows(const Experts& experts) {
     return __bfloat162float(x[row * kColumns + column]);
   };
   check_target("rows", experts, target, value, 0);
+}
+
+void check_packed(const Experts& experts) {
+  constexpr int kPitch = ncclep::fp8::packed_bytes(kColumns), kScales = kColumns / kBlock;
+  auto x = draw_rows(experts);
+  const int rows = experts.num_rows(), zero = experts.offsets[1] - 1;
+  std::vector<std::uint8_t> bytes(rows * kPitch, 0x55);
+  const PackedRows packed{bytes.data(), kColumns, kPitch};
+  run((rows + kBlock - 1) / kBlock * kScales, kQuantizeThreads, 0,
+      [&] { pack_rows(x.data(), rows, packed, true); });
+  for (int row = 0; row < rows; ++row) {
+    for (int first = 0; first < kColumns; first += kBlock) {
+      std::vector<float> values;
+      for (int i = 0; i < kBlock; ++i) {
+        values.push_back(__bfloat162float(x[row * kColumns + first + i]));
+      }
+      check_block(
+          "packed rows", values, packed.scales(row)[first / kBlock],
+          [&](int i) { return bytes[row * kPitch + first + i]; }, 0);
+    }
+    for (int i = kColumns + kScales * 4; i < kPitch; ++i) {
+      if (bytes[row * kPitch + i] != 0) emu::fail("packed rows: not zero behind the scales");
+    }
+  }
+
+  // A row of padding, which dispatch makes zero.
+  std::fill_n(bytes.begin() + zero * kPitch, kPitch, 0);
+  const auto value = [&](int row, int column) {
+    const float exact = from_fp8(bytes[row * kPitch + column]);
+    return __bfloat162float(__float2bfloat16_rn(exact * packed.scales(row)[column / kBlock]));
+  };
+  for (const bool is_transposed : {true, false}) {
+    Target target(experts, kColumns);
+    Fp8Rows to = target.view();
+    to.rows = nullptr;
+    if (!is_transposed) to.transposed = nullptr;
+    run_blocks(experts, [&](TileShared& shared) {
+      unpack_rows(packed, experts.offsets.data(), experts.size(), to, shared);
+    });
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < kScales; ++i) {
+        if (target.scales[i * target.pitch + row] != packed.scales(row)[i]) {
+          emu::fail("unpacked rows: scale");
+        }
+      }
+    }
+    if (is_transposed) check_transposed("unpacked rows", experts, target, value, 0);
+  }
 }
 
 void check_swiglu(const Experts& experts) {
@@ -195,6 +270,7 @@ void check_weights() {
 void check_quantized() {
   const Experts experts({129, 0, 1, 256});
   check_rows(experts);
+  check_packed(experts);
   check_swiglu(experts);
   check_weights();
 }
