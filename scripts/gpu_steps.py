@@ -138,7 +138,9 @@ PARTS: dict[str, list[Step]] = {
         Step(
             "native", (2,), "tests/gpu/test_gpu_shared_experts.py tests/gpu/test_gpu_inference.py"
         ),
-        Step("native", (1,), "tests/gpu/test_gpu_fp8_experts.py"),
+        Step(
+            "native", (1,), "tests/gpu/test_gpu_fp8_experts.py tests/gpu/test_gpu_fp8_crossing.py"
+        ),
     ],
     "train": [  # the longest first
         Step("native", (1,), "tests/gpu/test_gpu_bridge.py -rP"),
