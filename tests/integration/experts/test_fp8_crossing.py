@@ -172,15 +172,20 @@ def test_when_rows_cross_in_fp8(ctx: RankContext) -> None:
         assert run.taken() == AS_THEY_ARE
 
 
-def hooks_until_combine(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Dispatched rows, and the experts' output, as in the layer's forward pass."""
-    dispatcher = layer.token_dispatcher
+def dispatched(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and their probabilities, as in the layer's forward pass."""
     probs, routing_map = layer.router(hidden)
-    rows, row_probs = dispatcher.token_dispatch(
-        *dispatcher.dispatch_preprocess(hidden, routing_map, probs)
-    )
-    y, _ = layer.experts(*dispatcher.dispatch_postprocess(rows, row_probs))
-    return rows, dispatcher.combine_preprocess(y)
+    dispatcher = layer.token_dispatcher
+    tokens = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+    found: tuple[Tensor, Tensor] = dispatcher.token_dispatch(*tokens)
+    return found
+
+
+def computed(layer: Any, rows: Tensor, row_probs: Tensor) -> Tensor:
+    """The experts' output, ready for combine."""
+    y, _ = layer.experts(*layer.token_dispatcher.dispatch_postprocess(rows, row_probs))
+    found: Tensor = layer.token_dispatcher.combine_preprocess(y)
+    return found
 
 
 @pytest.mark.each_release
@@ -194,11 +199,14 @@ def test_a_graph_that_is_cut(ctx: RankContext) -> None:
         for parameter in layer.parameters():
             parameter.grad = None
         x = hidden.clone().requires_grad_()
-        _, y = hooks_until_combine(layer, x)
+        received = dispatched(layer, x)
+        leaves = [tensor.detach().requires_grad_() for tensor in received]
+        y = computed(layer, *leaves)
         leaf = y.detach().requires_grad_()
         out = layer.token_dispatcher.token_combine(leaf)
         (out.float() * probe).sum().backward()
         y.backward(leaf.grad)
+        torch.autograd.backward(received, [each.grad for each in leaves])
         found = {"output": out.detach(), "input": x.grad}
         found |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
         assert run.taken()[0] == [BYTES, BF16]
@@ -237,43 +245,35 @@ def test_what_comes_between(ctx: RankContext) -> None:
     with passes() as run:
         layer, (hidden, _) = run.layer(), inputs()
         dispatcher, x = layer.token_dispatcher, hidden.clone().requires_grad_()
-        probs, routing_map = layer.router(x)
-        before = (x, routing_map, probs)
-
-        def dispatched() -> Any:
-            rows, row_probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(*before))
-            return dispatcher.dispatch_postprocess(rows, row_probs)
-
-        rows, counts, row_probs = dispatched()
+        received = dispatched(layer, x)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(*received)
         assert (rows.shape[1], rows.dtype, rows.stride()) == (WIDTH, BF16, (0, 0))
         assert len(rows) == counts.sum()
         assert rows.untyped_storage().nbytes() == rows.element_size()
         assert rows.isnan().all()
         with pytest.raises(UnsupportedError, match=OTHERS):
             layer.experts(rows * 1, counts, row_probs)
-        rows, *rest = dispatched()
+        received = dispatched(layer, x)
         crossing = layer.experts._crossing
-        layer.experts(rows, *rest)
+        computed(layer, *received)
         layer.experts._crossing = crossing
         with pytest.raises(UnsupportedError, match=GONE):
-            layer.experts(rows, *rest)
+            computed(layer, *received)
 
-        _, y = hooks_until_combine(layer, x)
+        y = computed(layer, *dispatched(layer, x))
         y.register_hook(lambda grad: grad * 1)
         with pytest.raises(UnsupportedError, match=OTHERS):
             dispatcher.token_combine(y).sum().backward()
-        again = dispatched()
+        received = dispatched(layer, x)
         with (
             autocast(State(is_on=False)),
             pytest.raises(UnsupportedError, match="fp8_autocast that ends between a layer's"),
         ):
-            layer.experts(*again)
+            computed(layer, *received)
 
-        rows, row_probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(*before))
+        received = dispatched(layer, x)
         dispatcher._grouped._is_asked_for = False
         layer.experts.register_forward_hook(lambda *_: None)
-        with pytest.raises(
-            UnsupportedError, match="Megatron's experts would compute them: the exp"
-        ):
-            dispatcher.dispatch_postprocess(rows, row_probs)
+        with pytest.raises(UnsupportedError, match=r"would compute them: .*hook"):
+            computed(layer, *received)
         a_pass(layer, *inputs())  # Megatron's experts compute in bf16 from here on
