@@ -167,7 +167,7 @@ TRAIN = (
 )
 # The whole layer of liger_cute.py, which has no dispatcher of its own.
 LIGER_CUTE = "layer:liger_cute"
-# The subject whose losses the others are compared with.
+# The subject whose losses the others are compared with; those in FP8 with the same one in FP8.
 CONTROL = "train:alltoall"
 
 

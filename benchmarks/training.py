@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from benchmarks import catalogue
-from benchmarks.catalogue import CONTROL, Variant, known_variant
+from benchmarks.catalogue import CONTROL, FP8, Variant, known_variant
 from benchmarks.layer_model import initialize
 from benchmarks.profiles import profile_steps, trace_path, trace_step
 from benchmarks.result import TrainingResult, TrainResult
@@ -62,8 +62,6 @@ START_MICROBATCHES = 2
 # How much losses and gradient norms may differ, relative to the value: fp32 by docs/convergence.md,
 # nats near 5.  A norm adds up squares of gradients, which differ by more.
 MOST_APART = {torch.float32: (2e-6, 1e-4), torch.bfloat16: (5e-3, 5e-2)}
-# The same in FP8, whose numbers have 4 bits where bf16's have 8; all linear layers compute in it.
-MOST_APART_IN_FP8 = (2e-2, 2e-1)
 
 
 @dataclass
@@ -118,11 +116,11 @@ class TrainingRun:
         if steps := self._shape.trained_steps:
             self._train_start(text)
             text = dataclasses.replace(text, steps=text.steps[steps:])  # the others are not new
-        control = next((entry for entry in entries if entry.choice.name == CONTROL), None)
-        if control is None:  # all are compared with it, measured or not
-            control = _Entry(known_variant(CONTROL), TrainResult(CONTROL))
-            self._train(control, control.choice, text, "control")
-            _curve_of(control)
+        # All are compared with one of the same precision, measured or not.
+        controls = {
+            in_fp8: self._control(entries, f"{CONTROL}:{FP8}" if in_fp8 else CONTROL, text)
+            for in_fp8 in sorted({entry.choice.fp8 for entry in entries})
+        }
         for entry in entries:
             if entry.choice.captured and entry.choice.ours:
                 self._check_bits(entry, text)
@@ -131,11 +129,21 @@ class TrainingRun:
             for entry in order:
                 if entry.result.status == "ok":
                     self._turn(entry, text, turn)
-        curve = _curve_of(control)
-        result.fused_by, result.load = control.fused_by, curve.load
+        curves = {in_fp8: _curve_of(control) for in_fp8, control in controls.items()}
+        first = next(iter(controls))
+        result.fused_by, result.load = controls[first].fused_by, curves[first].load
         for entry in entries:
             if entry.result.status == "ok":
-                self._finish(entry, curve, result.tokens)
+                self._finish(entry, curves[entry.choice.fp8], result.tokens)
+
+    def _control(self, entries: list[_Entry], name: str, text: Text) -> _Entry:
+        """The subject with which others are compared, trained here if it is not among them."""
+        found = next((entry for entry in entries if entry.choice.name == name), None)
+        if found is None:
+            found = _Entry(known_variant(name), TrainResult(name))
+            self._train(found, found.choice, text, "control")
+            _curve_of(found)
+        return found
 
     def _train_start(self, text: Text) -> None:
         """Train the control, and keep its weights, on the CPU, for all subjects to begin with."""
@@ -257,7 +265,7 @@ class TrainingRun:
             kinds, hosts = zip(*profiles, strict=True)
             result.kinds_us = {kind: sum(k[kind] for k in kinds) / len(kinds) for kind in kinds[0]}
             result.host_us = max(hosts)
-        problem = curve_problem(curve, control, self._settings["moe-router-topk"], entry.choice.fp8)
+        problem = curve_problem(curve, control, self._settings["moe-router-topk"])
         self._judge(entry, entry.trouble or problem)
 
     def _judge(self, entry: _Entry, problem: str | None) -> None:
@@ -276,11 +284,8 @@ def _curve_of(entry: _Entry) -> Curve:
     return entry.curve
 
 
-def curve_problem(curve: Curve, control: Curve, top_k: int, in_fp8: bool = False) -> str | None:
-    """Say where a training departs from the control, if it does.
-
-    The control is in bf16 or fp32; so is the first MoE layer by itself, even of a training in FP8.
-    """
+def curve_problem(curve: Curve, control: Curve, top_k: int) -> str | None:
+    """Say where a training departs from the control, if it does."""
     if problem := _weights_problem(curve, control):
         return problem
     output = control.output
@@ -291,8 +296,7 @@ def curve_problem(curve: Curve, control: Curve, top_k: int, in_fp8: bool = False
         if not part <= allowed:  # also true of a NaN
             said = f"the {what} of the first MoE layer is {part:.2g} of its size away"
             return f"{said} from alltoall's, {allowed:.2g} is allowed"
-    most = MOST_APART_IN_FP8 if in_fp8 else MOST_APART[output.dtype]
-    return _steps_problem(curve, control, "alltoall's", most)
+    return _steps_problem(curve, control, "alltoall's", MOST_APART[output.dtype])
 
 
 def bits_problem(graphed: Curve, eager: Curve) -> str | None:

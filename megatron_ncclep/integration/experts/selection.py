@@ -8,7 +8,7 @@ expert, in multiply-adds of one of its three GEMMs: rows times hidden size times
 size.  TransformerEngine launches its experts' GEMMs one by one, and each costs the host the same
 time, whatever its size.
 
-In FP8 they were faster than Megatron's in the same recipe in all shapes measured (1.3 to 6.9 times,
+In FP8 they were faster than Megatron's in the same recipe in all shapes measured (1.3 to 7.0 times,
 one H200, 2026-11-29, experts alone).
 
 The number of rows is that of a balanced routing: tokens of a rank times top-k, divided by the
