@@ -168,7 +168,7 @@ def _draw_training(panel: Any, result: dict[str, Any]) -> None:
         label = f"{sum(bar.values()):.1f} ms{busy_too}\n{speed}"
         _draw_bar(panel, place, bar, label, "#555555", least)
     names = [s["name"].removeprefix("train:").replace(":grouped", "\ngrouped") for s in subjects]
-    _finish_bars(panel, names, margin=0.42)  # space for the text next to the longest bar
+    _finish_bars(panel, names, margin=0.65)  # space for the text next to the longest bar
     panel.set_xlabel("time of one training step (milliseconds)")
     panel.set_title(textwrap.fill(table.model_sizes(result), 60), fontsize=10)
 
