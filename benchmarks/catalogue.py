@@ -273,7 +273,7 @@ def unavailable_reason(
     if variant.captured and device != "cuda":
         return f"a CPU has no CUDA graphs: leave {variant.captured} out"
     if variant.fp8 and device != "cuda":
-        return f"FP8 products need a GPU: leave {FP8} out"
+        return "FP8 products need a GPU"
     if variant.router_fusion and device != "cuda":
         return f"TransformerEngine's fused router needs a GPU: leave {ROUTER_FUSION} out"
     if training is None or training.settings(1)["transformer-impl"] != "transformer_engine":

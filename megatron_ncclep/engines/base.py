@@ -177,8 +177,8 @@ class EngineBase(Uncopied, Resource, Generic[_Plan]):
         if problem is None:
             values = {
                 "plan": plan.plan_id,
+                "dtype": str(rows.dtype).removeprefix("torch."),  # first: rows of bytes are longer
                 "hidden size": rows.shape[-1],
-                "dtype": str(rows.dtype).removeprefix("torch."),
                 "presence of weights": str(w is not None),
             }
         self.group.hosts.agree(phase, values, problem, self.timeout_s)

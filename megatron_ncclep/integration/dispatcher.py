@@ -232,7 +232,7 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         plan = self._plan
         assert plan is not None, "token_dispatch comes first"
         if self._grouped is not None and (change := self._grouped.change()):
-            if self._crossing is not None:
+            if self._crossing is not None and self._crossing.stands_in:
                 raise refused_change(change)
             return self._in_megatrons_order(plan, hidden_states, probs, change)
         if self._counts_on_device:
@@ -258,10 +258,8 @@ class NcclEpTokenDispatcher(MoETokenDispatcher):
         assert self._hidden_shape is not None
         plan, self._plan = self._plan, None
         crossing, self._crossing = self._crossing, None
-        # Gradients reach the experts in the same way, unless overlap_moe_expert_parallel_comm has
-        # cut the graph between: there a leaf would accumulate the stand-in, as a copy.
-        if crossing is not None and not crossing.takes_gradient_of(hidden_states):
-            crossing = None
+        if crossing is not None:
+            crossing.expect_gradient_of(hidden_states)
         shared_experts.let_start(self.shared_experts)
         with shared_experts.finished_after_errors(self.shared_experts, has_dispatched=True):
             out = combine(self.engines.in_use(), plan, hidden_states, self._hidden_shape, crossing)

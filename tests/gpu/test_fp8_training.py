@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -258,10 +259,15 @@ def test_rows_that_cross_in_fp8(ctx: RankContext, engine_name: str) -> None:
     """The bits of quantising them where they arrive, but for weight gradients, which may differ
     where a value is far below others, and with them the weights of later steps.
     """
+    from megatron_ncclep.integration.experts.fp8_products import Fp8Products
     from megatron_ncclep.integration.experts.grouped import GroupedExperts
 
     case = Fp8Case("blockwise", ncclep={"experts": "grouped"})
-    mine, _, _ = train_on_rank(ctx, "ncclep", engine_name, case)
+    with mock.patch.object(
+        Fp8Products, "pack", autospec=True, side_effect=Fp8Products.pack
+    ) as pack:
+        mine, _, _ = train_on_rank(ctx, "ncclep", engine_name, case)
+    assert pack.call_count == 2 * 2 * STEPS  # rows and gradients of each micro-batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupedExperts, "rows_cross", lambda *_: None)
         other, _, _ = train_on_rank(ctx, "ncclep", engine_name, case)

@@ -48,7 +48,7 @@ TUNES_OTHERS: Refusals = {
 }
 _OUR_ROWS = "set the option max_recv_rows"
 _OF_FLEX = "it belongs to Megatron's flex dispatcher"
-_OUR_DTYPE = f"leave it out: {_OF_FLEX}; here rows cross in the model's dtype"
+_OUR_DTYPE = f"leave it out: {_OF_FLEX}; here the experts' recipe decides how rows cross"
 REFUSALS: Refusals = {
     "moe_paged_stash": (
         is_on,

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_ncclep.integration.experts.expert_stack import view_of
 from megatron_ncclep.integration.experts.grouped_gemm import ADDRESS_BYTES
 from megatron_ncclep.libraries import extension
-from megatron_ncclep.ops.packed_rows import extent
+from megatron_ncclep.ops.packed_rows import extent, unpack_rows
 
 BLOCK = 128
 # A row of scales begins at a multiple of 16 bytes.
@@ -123,6 +123,21 @@ class Fp8Products:
         made = _empty_rows(packed, columns, ends, by_rows, transposed, packed)
         _call("fp8_unpack_rows", packed, ends, *made[1:], self.powers_of_two)
         return made
+
+    def numbers(self, packed: Tensor, columns: int) -> Tensor:
+        """The numbers of packed rows, rounded to bf16.
+
+        Args:
+            packed: uint8 [num_rows, row_bytes].
+            columns: numbers of a row.
+
+        Returns:
+            bf16 [num_rows, columns].
+        """
+        blocks = columns // BLOCK
+        data, scales = unpack_rows(packed, columns, blocks, torch.float8_e4m3fn)
+        values = data.float().view(len(packed), blocks, BLOCK) * scales[..., None]
+        return values.view(len(packed), columns).bfloat16()
 
     def swiglu(
         self,

@@ -74,7 +74,7 @@ class GroupedExperts:
         weights = weights_in(self.as_built.linears[layer])
         return weights[::-1] if self.reverse_local_experts else weights
 
-    def rows_cross(self, tokens: Tensor) -> Fp8Crossing | None:
+    def rows_cross(self, tokens: Tensor, computes: bool) -> Fp8Crossing | None:
         """Begin a pass: say how its rows reach these experts.  The dispatcher asks before it sends.
 
         They cross in FP8 if the pass is in FP8 with scales that are powers of two: then quantising
@@ -83,6 +83,7 @@ class GroupedExperts:
 
         Args:
             tokens: [..., hidden], of this rank.
+            computes: these experts will compute the pass on this rank, not Megatron's.
 
         Returns:
             what packs them and hands them to `forward`; None: they cross in their own dtype.
@@ -95,7 +96,7 @@ class GroupedExperts:
         if not self.config.moe_apply_probs_on_input and powers_of_two_in_use(self.config):
             if problem := fp8_unavailable(tokens.device, tokens.dtype):
                 raise unsupported(problem)
-            self._crossing = Fp8Crossing(Fp8Products(True), tokens.shape[-1])
+            self._crossing = Fp8Crossing(Fp8Products(True), tokens.shape[-1], stands_in=computes)
         return self._crossing
 
     # Backward adds to main_grad behind autograd's back, which cannot be traced.
@@ -126,7 +127,7 @@ class GroupedExperts:
                 what arrives.
         """
         rows, probs = permuted_local_hidden_states, permuted_probs
-        crossing, self._crossing = self._crossing, None
+        crossing = self._crossing  # kept: a second call must not take the stand-in for rows
         if self.as_built.found is not None:
             forward: Any = super().forward  # type: ignore[misc]
             result: tuple[Tensor, Tensor | None] = forward(rows, tokens_per_expert, probs)

@@ -110,9 +110,10 @@ class GroupedInLayer:
 
     def rows_cross(self, tokens: Tensor) -> Fp8Crossing | None:
         """How the next pass's rows reach the experts that compute it: see `GroupedExperts`."""
-        if not is_quantized(self.experts.config) or self.change() is not None:
+        if not is_quantized(self.experts.config):
             return None
-        crossing: Fp8Crossing | None = self.experts.rows_cross(tokens)
+        computes = self.change() is None  # on this rank
+        crossing: Fp8Crossing | None = self.experts.rows_cross(tokens, computes)
         return crossing
 
 
