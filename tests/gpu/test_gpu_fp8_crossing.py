@@ -5,17 +5,8 @@ from __future__ import annotations
 import fp8_format as fp8
 import pytest
 import torch
+from fp8_rows import FFN, HIDDEN, REST, SIZES, draw, ends_of, same_codes, special_rows
 from rank_pool import RankContext
-from test_gpu_fp8_experts import (
-    FFN,
-    HIDDEN,
-    REST,
-    SIZES,
-    draw,
-    ends_of,
-    same_codes,
-    special_rows,
-)
 
 from megatron_ncclep.integration.experts.fp8_products import Fp8Products
 
