@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ncclep.integration.experts import fp8_products
-
+PRODUCTS = "megatron_ncclep.integration.experts.fp8_products"
 STREAM = 7
 GARBAGE = 0x7F  # NaN: what is not written must not be read
 
@@ -148,5 +148,6 @@ def stand_in(patch: pytest.MonkeyPatch) -> TorchFp8Kernels:
     """Have the experts' FP8 products call them; all else keeps the extension."""
     kernels = TorchFp8Kernels()
     theirs = SimpleNamespace(load=lambda: kernels, current_stream=lambda: STREAM)
-    patch.setattr(fp8_products, "extension", theirs)
+    # As it is imported now: earlier tests of the process may have imported it again.
+    patch.setattr(importlib.import_module(PRODUCTS), "extension", theirs)
     return kernels
