@@ -68,6 +68,7 @@ DEEPEP: dict[str, tuple[str, ...]] = {
     "hybridep": (), "hybridep:fused": (FUSED,),
 }  # fmt: skip
 GROUPED, STATIC, FP8 = "grouped", "static", "fp8"
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}  # TransformerConfig's fields
 FROZEN, LORA = "frozen", "lora"
 FULL_ITERATION, PARTIAL_GRAPHS = "full_iteration", "partial_graphs"
 ROUTER_FUSION = "router_fusion"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import layer_model as model
+from benchmarks.catalogue import BLOCKWISE
 from benchmarks.layers import ExpertsSubject
 
 RECIPES, MODULES = "transformer_engine.common.recipe", "transformer_engine.pytorch"
@@ -37,7 +38,7 @@ class Fp8ExpertsSubject(ExpertsSubject):
         from megatron_ncclep.integration.experts.grouped import group_experts
 
         experts.config = copy.copy(experts.config)
-        vars(experts.config).update(fp8="e4m3", fp8_recipe="blockwise")
+        vars(experts.config).update(BLOCKWISE)
         group_experts(experts, reverse_local_experts=True)
         return experts
 

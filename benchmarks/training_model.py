@@ -7,7 +7,6 @@ with Adam's moments and everything in fp32 a parameter takes 18 bytes.
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,13 @@ from typing import Any, get_args
 import torch
 
 from benchmarks import routers
-from benchmarks.catalogue import FULL_ITERATION, OPTIMIZER_GRAPH, PARTIAL_GRAPHS, Variant
+from benchmarks.catalogue import (
+    BLOCKWISE,
+    FULL_ITERATION,
+    OPTIMIZER_GRAPH,
+    PARTIAL_GRAPHS,
+    Variant,
+)
 from benchmarks.layer_model import close_dispatcher
 from megatron_ncclep.benchmark import Setting, UnavailableError
 from megatron_ncclep.benchmark.ranks import Ranks
@@ -35,8 +40,6 @@ NUM_BATCHES = 8
 VOCABULARY_MULTIPLE = 128
 # Steps before a graph is captured: the second finds everything allocated and compiled.
 EAGER_STEPS = 2
-BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
-QUANTIZATION = "transformer_engine.pytorch.quantization"
 PARTS = ("attn", "moe_router", "moe_preprocess")  # that `partial_graphs` captures
 # Owners of the function that adds the output layer's weight gradients.
 APEX, STAND_IN = "Apex", "ncclep bench"
@@ -379,9 +382,11 @@ class _Graphs:
             OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
             OptimizerCudaGraphWrapper.curr_iteration = 0
         if self._choice.fp8:
+            from megatron_ncclep.integration.experts.fp8_recipe import autocast_state
+
             # TransformerEngine's own graphs leave a flag on the device that keeps weights in FP8 as
             # they are, which other graphs heed too.
-            importlib.import_module(QUANTIZATION).FP8GlobalStateManager.reset()
+            autocast_state().reset()
 
 
 def clear_full_iteration() -> None:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ncclep.engines.checks import Wrong, type_problem
 from megatron_ncclep.engines.engine import Engine, RoutePlan
-from megatron_ncclep.ops.dispatch import as_rows
+from megatron_ncclep.ops.dispatch import send
 from megatron_ncclep.ops.nvtx import step_range
 from megatron_ncclep.ops.packed_rows import Packing
 
@@ -39,13 +39,8 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         """Send each token's gradient to the slots of its experts."""
         engine: Engine = ctx.engine
-        packing: Packing | None = ctx.packing
-        rows = as_rows(grad_out)
         with step_range("combine backward", grad_out):
-            if packing is None:
-                grad_y = engine.dispatch(ctx.plan, rows)[0]
-            else:
-                grad_y = packing.deliver(engine.dispatch(ctx.plan, packing.pack(rows))[0])
+            grad_y, _ = send(engine, ctx.plan, grad_out, None, ctx.packing)
         return grad_y, None, None, None, None
 
 

@@ -38,10 +38,7 @@ class Dispatch(torch.autograd.Function):
         if weights is None:
             weights = w
         with step_range("dispatch", x):
-            sent = as_rows(x) if packing is None else packing.pack(as_rows(x))
-            rows, row_w = engine.dispatch(plan, sent, weights.to(weight_dtype(x)))
-            if packing is not None:
-                rows = packing.deliver(rows)
+            rows, row_w = send(engine, plan, x, weights.to(weight_dtype(x)), packing)
         assert row_w is not None  # there were weights
         return rows, row_w.to(w.dtype)
 
@@ -110,6 +107,19 @@ def dispatch(
     return rows, row_w
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` as [num_tokens, hidden]; fewer dimensions are left for the engine to refuse."""
-    return x.flatten(0, -2) if x.dim() > 2 else x
+def send(
+    engine: Engine,
+    plan: RoutePlan,
+    x: torch.Tensor,
+    w: torch.Tensor | None,
+    packing: Packing | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`engine.dispatch` of rows or of gradients, [..., hidden], packed or as they are.  Collective.
+
+    Fewer dimensions than two are left for the engine to refuse.
+    """
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
+    if packing is None:
+        return engine.dispatch(plan, rows, w)
+    arrived, arrived_w = engine.dispatch(plan, packing.pack(rows), w)
+    return packing.deliver(arrived), arrived_w

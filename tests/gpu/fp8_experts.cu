@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "experts/fp8_experts.h"
 #include "experts/launch.cuh"
 
 using namespace ncclep;
@@ -304,7 +305,7 @@ void run(const Shape& shape, int num_sms) {
   const float weights = median_us([&] { fc1.quantize(), fc2.quantize(); });
   std::printf("  together %.0f us; weights, once a step, %.0f us\n", all, weights);
   // In place of quantising rows, where they cross in FP8: fewer are packed, each token once.
-  const int packed_pitch = (hidden + hidden / kBlock * 4 + 15) / 16 * 16;
+  const int packed_pitch = static_cast<int>(fp8::packed_bytes(hidden));
   const PackedRows packed{alloc<std::uint8_t>(num_rows * packed_pitch), hidden, packed_pitch};
   Fp8Rows unpacked = x8;
   unpacked.rows = nullptr;

@@ -60,7 +60,7 @@ def powers_of_two_in_use(config: Any) -> bool | None:
     Raises:
         UnsupportedError: `fp8_autocast` has another recipe than the config, or one of other blocks.
     """
-    if not getattr(config, "fp8", None) or (state := _state()) is None:
+    if not getattr(config, "fp8", None) or (state := autocast_state()) is None:
         return None
     if not state.is_fp8_enabled():
         return None
@@ -85,8 +85,8 @@ def powers_of_two_in_use(config: Any) -> bool | None:
     return bool(powers.pop())
 
 
-def _state() -> Any:
-    """TransformerEngine's state of fp8_autocast; None where nothing has imported it."""
+def autocast_state() -> Any:
+    """The class with TransformerEngine's state of fp8_autocast; None if nothing has imported it."""
     for name in _STATES:
         if (found := getattr(sys.modules.get(name), "FP8GlobalStateManager", None)) is not None:
             return found

@@ -274,9 +274,8 @@ def test_what_comes_between(ctx: RankContext) -> None:
         layer.experts.register_forward_hook(lambda *_: None)
         with pytest.raises(UnsupportedError, match=r"would compute them: .*hook"):
             computed(layer, *received)
-        computed(
-            layer, *dispatched(layer, x)
-        ).sum().backward()  # an expanded number, but a real one
+        y = computed(layer, *dispatched(layer, x))
+        y.sum().backward()  # an expanded number, but a real one
 
 
 def test_a_hook_on_one_rank(ctx: RankContext) -> None:
